@@ -1,0 +1,42 @@
+"""Errors a user can cause or can mend. The command line prints their one line and exits with status 2.
+
+Each message names the thing, what was found (and expected), and the remedy. Anything else that escapes is a defect.
+"""
+
+from __future__ import annotations
+
+
+class FermiError(Exception):
+    """Base of every error with a remedy; its text is one line."""
+
+
+class ConfigError(FermiError):
+    """A model or engine configuration that cannot work."""
+
+
+class CheckpointError(FermiError):
+    """A Hugging Face checkpoint directory that is incomplete, damaged or of an unknown layout."""
+
+
+class FormatError(FermiError):
+    """Weights that a format cannot hold: NaN, infinity, an overflowing scale, a row length off the block size."""
+
+
+class PackError(FermiError):
+    """A pack that is damaged, unfinished, from another version, or no pack at all."""
+
+
+class BackendError(FermiError):
+    """A backend that was asked for and cannot run here."""
+
+
+class TokenizerError(FermiError):
+    """Text was asked for and the model carries no (usable) tokenizer or chat template."""
+
+
+class RequestError(FermiError):
+    """A prompt or a setting that cannot be served: too long, unknown ids, NaN settings."""
+
+
+class VerifyError(FermiError):
+    """Golden files or a dump that cannot be replayed."""
