@@ -1,0 +1,242 @@
+/* Every CPU kernel: one op, one argument struct, one function per backend. Also the source of the cffi declarations.
+ *
+ * A kernel is   void <backend>_<op>(const <op>_args *a, int64_t begin, int64_t end);
+ * It computes the independent items [begin, end) of the op and nothing else, so the caller may cut the items among
+ * threads at will. What an item is stands beside the op. A folder is a backend, a file is an op: the build declares
+ * <backend>_<op> for each csrc/<backend>/<op>.c it finds under the KERNEL lines below.
+ *
+ * Rules that make every backend give the same bits:
+ *  - an output element is summed in one fixed order, whatever the number of tokens that run together;
+ *  - sums along a row of n floats ("lane sums") use 16 virtual lanes: element i goes to lane i % 16, lanes add in
+ *    order of i starting from +0.0, then the tree l[j] += l[j+8], l[j] += l[j+4], l[j] += l[j+2], l[0] + l[1];
+ *  - only IEEE add, sub, mul, div, sqrt and integer operations, never contracted; exp, log1p, sin and cos are those
+ *    of math.h in the backend's folder; rsqrtps and rcpps are banned because vendors disagree on their bits;
+ *  - products are rounded before they are added: acc = acc + (x * y).
+ * Rows need no alignment beyond that of their element type. Sizes are in elements unless a name says bytes.
+ */
+#ifndef FERMI_KERNELS_H
+#define FERMI_KERNELS_H
+
+#include <stdint.h>
+
+/* y[i] = f(x[i]); item = element. */
+typedef struct {
+    const float *x;
+    float *y;
+} map_args;
+
+/* Activation rows to 8 bits; item = row. Per block of 32: amax = max |x|; amax < 2^-110 gives d = 0 and codes 0, else
+ * d = amax / 127, id = 127 / amax, code = round half to even (x * id). sums = the sum of a block's codes. x is finite. */
+typedef struct {
+    const float *x;      /* [rows, n] */
+    int8_t *codes;       /* [rows, n] */
+    float *d;            /* [rows, n/32] */
+    int32_t *sums;       /* [rows, n/32] */
+    int64_t n;           /* multiple of 32 */
+} quantize_q8_0_args;
+
+/* y[t, r] = sum over blocks b, in order from +0.0, of (float)isum * (dw[r,b] * da[t,b]); isum the exact integer dot.
+ * Weights in groups of 8 rows (formats.py: interleaved). Item = group of 8 rows; rows beyond `rows` are not written.
+ * gemv kernels take tokens == 1, gemm kernels any number; both give the same bits. */
+typedef struct {
+    const uint8_t *w;      /* [ceil(rows/8), n/32, 144 (q4_0) or 272 (q8_0)] */
+    const int8_t *codes;   /* [tokens, n] */
+    const float *d;        /* [tokens, n/32] */
+    const int32_t *sums;   /* [tokens, n/32] */
+    float *y;              /* [tokens, y_stride] */
+    int32_t *isums;        /* [tokens, rows, n/32] block dots for the checks, or NULL */
+    int64_t rows, n, tokens, y_stride;
+} matmul_q8_args;
+
+/* Stored weight rows back to floats, exactly; item = output row. */
+typedef struct {
+    const uint8_t *w;        /* q4_0, q8_0: interleaved groups of 8 rows; f16: [rows, n] halves */
+    const int32_t *row_ids;  /* which stored row each item is, or NULL for row = item + first_row */
+    float *y;                /* [items, n] */
+    int64_t first_row, n;
+} dequantize_args;
+
+/* y[t, r] = lane sum of x[t, i] * w[r, i]; item = weight row r. */
+typedef struct {
+    const float *x;   /* [tokens, n] */
+    const float *w;   /* [rows, n] */
+    float *y;         /* [tokens, y_stride] */
+    int64_t n, tokens, y_stride;
+} gemm_f32_args;
+
+/* y = x * (1 / sqrt(mean(x^2) + eps)) * (offset + w), mean = lane sum / n; item = row. offset 1 is the (1 + w) norm. */
+typedef struct {
+    const float *x;   /* row i at x + i * x_stride */
+    const float *w;   /* [n] */
+    float *y;         /* row i at y + i * y_stride */
+    int64_t n, x_stride, y_stride;
+    float eps, offset;
+} rms_norm_args;
+
+/* y = (o * (1 / sqrt(mean(o^2) + eps)) * w) * silu(z); item = row. Norm and output gate of Gated DeltaNet. */
+typedef struct {
+    const float *o;   /* [rows, n] */
+    const float *z;   /* [rows, n] */
+    const float *w;   /* [n] */
+    float *y;         /* [rows, n] */
+    int64_t n;
+    float eps;
+} gated_rms_norm_args;
+
+/* y = x * (1 / sqrt(lane sum(x^2) + eps)) * scale; item = (token, head) = token * heads + head. */
+typedef struct {
+    const float *x;   /* head at x + token * token_stride + head * n */
+    float *y;         /* [tokens, heads, n] */
+    int64_t n, heads, token_stride;
+    float eps, scale;
+} l2_norm_args;
+
+/* beta = sigmoid(b); g = -(min(exp(A_log), FLT_MAX) * softplus(a + dt_bias)); item = token.
+ * softplus(x) = x above 20, else log1p(exp(x)). */
+typedef struct {
+    const float *a, *b;             /* [tokens, heads] */
+    const float *A_log, *dt_bias;   /* [heads] */
+    float *g, *beta;                /* [tokens, heads] */
+    int64_t heads;
+} gdn_gates_args;
+
+/* Causal depthwise convolution over tokens, then silu; item = channel. m = tail rows followed by x rows;
+ * y[t] = silu(w[0] m[t] + w[1] m[t+1] + ... ), taps added in that order from w[0] m[t]; the last tap is the token
+ * itself. Afterwards tail = the last taps-1 rows of m. x and y must not overlap. */
+typedef struct {
+    const float *x;   /* [tokens, channels] */
+    const float *w;   /* [taps, channels] */
+    float *tail;      /* [taps-1, channels], in and out */
+    float *y;         /* [tokens, channels] */
+    int64_t tokens, channels, taps;   /* taps in 1..16 */
+} conv1d_silu_args;
+
+/* Gated delta rule, tokens in order; item = value head h, which reads key head h / (v_heads / k_heads). Per token:
+ *   S = exp(g) * S;  p = k^T S;  u = beta * (v - p);  S = S + k (x) u;  o = q^T S
+ * p and o sum over the key axis in four chains (row i to chain i % 4, in order from +0.0), then (c0 + c2) + (c1 + c3). */
+typedef struct {
+    const float *q, *k;   /* [tokens, k_heads, dk], L2-normalised, q scaled */
+    const float *v;       /* head at v + token * v_stride + h * dv */
+    const float *g, *beta;/* [tokens, v_heads] */
+    float *state;         /* [v_heads, dk, dv], in and out */
+    float *o;             /* [tokens, v_heads, dv] */
+    int64_t tokens, k_heads, v_heads, dk, dv, v_stride;
+} gdn_recurrent_args;
+
+/* cos and sin of (float)position * inv_freq; item = token. */
+typedef struct {
+    const int32_t *positions;  /* [3, tokens]: time, height, width */
+    const float *inv_freq;     /* [half] */
+    const int32_t *axis;       /* [half], each 0..2 */
+    float *cos, *sin;          /* [tokens, half] */
+    int64_t tokens, half;
+} rope_tables_args;
+
+/* Turns pairs (j, j + half) of each head in place: x[j] = x[j] cos - x[j+half] sin; x[j+half] = x[j+half] cos + x[j] sin.
+ * item = (token, head). Elements from 2 * half on are left alone. */
+typedef struct {
+    float *x;                /* [tokens, heads, head_dim] */
+    const float *cos, *sin;  /* [tokens, half] */
+    int64_t heads, head_dim, half;
+} rope_args;
+
+/* Causal grouped-query attention over a paged cache; item = (token, query head) = token * heads + head.
+ * Token t sits at absolute position start + t and sees positions 0..start+t. Blocks of 64 absolute positions merge in
+ * index order (online softmax): s = (lane sum of q * k) * scale; m' = max(m, max s); c = exp(m - m') (1st block: the sums
+ * start from the block's own); p = exp(s - m'); l = l * c + lane sum of p; acc = acc * c + (sum over positions in order from +0.0 of
+ * p * v); finally o = acc / l. Page size changes no bit. */
+typedef struct {
+    const float *q;                         /* [tokens, heads, head_dim] */
+    const float *const *k_pages, *const *v_pages; /* page p holds positions p*page_tokens..: [kv_heads, page_tokens, head_dim] */
+    float *o;                               /* [tokens, heads, head_dim] */
+    int64_t heads, kv_heads, head_dim, start, page_tokens;
+    float scale;
+} attention_args;
+
+/* The k experts of highest logit (equal: lower id first), in that order, and softmax over the chosen:
+ * weight = exp(l - l_first) / (sum of those in order). item = token. Logits are finite. */
+typedef struct {
+    const float *logits;  /* [tokens, experts] */
+    int32_t *ids;         /* [tokens, k] */
+    float *weights;       /* [tokens, k] */
+    int64_t experts, k;
+} router_topk_args;
+
+/* y = silu(gate) * up; item = row of [gate | up]. */
+typedef struct {
+    const float *gate_up;  /* [rows, 2n] */
+    float *y;              /* [rows, n] */
+    int64_t n;
+} swiglu_args;
+
+/* y = x * sigmoid(gate); item = row. Output gate of full attention. */
+typedef struct {
+    const float *x;     /* [rows, n] */
+    const float *gate;  /* row i at gate + i * gate_stride */
+    float *y;           /* [rows, n] */
+    int64_t n, gate_stride;
+} sigmoid_mul_args;
+
+/* y[t] = sum over slots, in order from +0.0, of weights[t,s] * expert_out[row_of[t,s]], then, where shared is given,
+ * y[t] + sigmoid(shared_gate[t]) * shared[t]; item = token. */
+typedef struct {
+    const float *expert_out;   /* [*, n] */
+    const int32_t *row_of;     /* [tokens, k] */
+    const float *weights;      /* [tokens, k] */
+    const float *shared;       /* [tokens, n] or NULL */
+    const float *shared_gate;  /* [tokens] */
+    float *y;                  /* [tokens, n] */
+    int64_t n, k;
+} moe_combine_args;
+
+/* y = a + b; item = element. Residual stream. */
+typedef struct {
+    const float *a, *b;
+    float *y;
+} add_args;
+
+#ifndef KERNEL
+#define KERNEL(op, args) \
+    void scalar_##op(const args *a, int64_t begin, int64_t end); \
+    void ssse3_##op(const args *a, int64_t begin, int64_t end);
+#endif
+
+/* KERNEL(op, argument struct) */
+KERNEL(exp_f32, map_args)
+KERNEL(log1p_f32, map_args)
+KERNEL(sin_f32, map_args)
+KERNEL(cos_f32, map_args)
+KERNEL(quantize_q8_0, quantize_q8_0_args)
+KERNEL(gemv_q4_0_q8_0, matmul_q8_args)
+KERNEL(gemm_q4_0_q8_0, matmul_q8_args)
+KERNEL(gemv_q8_0_q8_0, matmul_q8_args)
+KERNEL(gemm_q8_0_q8_0, matmul_q8_args)
+KERNEL(dequantize_q4_0, dequantize_args)
+KERNEL(dequantize_q8_0, dequantize_args)
+KERNEL(dequantize_f16, dequantize_args)
+KERNEL(gemm_f32, gemm_f32_args)
+KERNEL(rms_norm, rms_norm_args)
+KERNEL(gated_rms_norm, gated_rms_norm_args)
+KERNEL(l2_norm, l2_norm_args)
+KERNEL(gdn_gates, gdn_gates_args)
+KERNEL(conv1d_silu, conv1d_silu_args)
+KERNEL(gdn_recurrent, gdn_recurrent_args)
+KERNEL(rope_tables, rope_tables_args)
+KERNEL(rope, rope_args)
+KERNEL(attention, attention_args)
+KERNEL(router_topk, router_topk_args)
+KERNEL(swiglu, swiglu_args)
+KERNEL(sigmoid_mul, sigmoid_mul_args)
+KERNEL(moe_combine, moe_combine_args)
+KERNEL(add, add_args)
+
+/* Runs items [0, n) of a kernel on up to `threads` threads, `grain` items at a time, with MXCSR set to round-to-nearest and
+ * subnormals kept; the caller's MXCSR is restored. Returns the number of threads that took part. */
+typedef void (*kernel_fn)(const void *args, int64_t begin, int64_t end);
+int fermi_run(kernel_fn kernel, const void *args, int64_t n, int64_t grain, int threads);
+
+/* What the CPU (and the operating system, for AVX) supports, from CPUID: bit 0 ssse3, 1 sse4.1, 2 sse4.2, 3 popcnt, 4 avx,
+ * 5 avx2, 6 fma, 7 f16c, 8 avx512f, 9 avx512vnni. */
+unsigned fermi_cpu_features(void);
+
+#endif
