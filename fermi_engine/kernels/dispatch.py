@@ -92,5 +92,5 @@ def _find(op: str, order: list[str]) -> Kernel:
     for backend in order:
         symbol = f"{backend}_{op}"
         if hasattr(module.lib, symbol):
-            return Kernel(op, backend, module.ffi.addressof(module.lib, symbol))
+            return Kernel(op, backend, module.ffi.cast("kernel_fn", module.ffi.addressof(module.lib, symbol)))
     raise BackendError(f"backend {order[0]!r} has no kernel for {op}; leave FERMI_BACKEND unset to mix backends")

@@ -1,0 +1,176 @@
+/* exp, log1p, sin, cos and what is made of them, from IEEE add, mul, div and integer operations alone, so that every CPU and
+ * every backend gives the same bits. csrc/ssse3/math.h repeats these operations lane by lane: change both or neither.
+ *
+ * Largest error over all 2^32 inputs, in units of the last place of the exact result (tests/test_math.py holds the limits):
+ *   exp EXP_ULP, log1p LOG1P_ULP, sin SIN_ULP, cos COS_ULP.
+ * exp is evaluated in float, the others in double and rounded once.
+ */
+#ifndef FERMI_SCALAR_MATH_H
+#define FERMI_SCALAR_MATH_H
+
+#include <stdint.h>
+#include <string.h>
+
+#define F32_INF __builtin_inff()
+
+static inline uint32_t bits_of(float x)
+{
+    uint32_t b;
+    memcpy(&b, &x, sizeof b);
+    return b;
+}
+
+static inline float float_of(uint32_t b)
+{
+    float x;
+    memcpy(&x, &b, sizeof x);
+    return x;
+}
+
+static inline uint64_t bits_of_double(double x)
+{
+    uint64_t b;
+    memcpy(&b, &x, sizeof b);
+    return b;
+}
+
+static inline double double_of(uint64_t b)
+{
+    double x;
+    memcpy(&x, &b, sizeof x);
+    return x;
+}
+
+/* Adding and subtracting 1.5 * 2^(mantissa bits) rounds to an integer, which the low bits of the sum then hold. */
+#define EXP_ROUND 12582912.0f
+#define TRIG_ROUND 6755399441055744.0
+
+/* exp: x = n ln2 + r with |r| <= ln2 / 2, exp(r) = 1 + r + r^2 P(r). */
+#define EXP_MAX 89.0f    /* exp is infinite from 88.73 on */
+#define EXP_MIN -104.0f  /* exp rounds to 0 below -103.98 */
+#define LOG2_E 0x1.715476p+0f
+#define LN2_HI 0.693359375f /* 9 bits: n * LN2_HI is exact */
+#define LN2_LO -0x1.bd0106p-13f
+/* Minimax for exp(r), relative error 3.2e-9 with these rounded coefficients. */
+#define EXP_P0 0x1.fffffcp-2f
+#define EXP_P1 0x1.555492p-3f
+#define EXP_P2 0x1.5558bcp-5f
+#define EXP_P3 0x1.1239c6p-7f
+#define EXP_P4 0x1.6a4154p-10f
+
+static inline float f32_exp(float x)
+{
+    x = EXP_MAX < x ? EXP_MAX : x; /* in this order NaN stays */
+    x = EXP_MIN > x ? EXP_MIN : x;
+    float t = x * LOG2_E + EXP_ROUND;
+    int32_t n = (int32_t)(bits_of(t) - bits_of(EXP_ROUND));
+    float nf = t - EXP_ROUND;
+    float hi = x - nf * LN2_HI; /* exact */
+    float lo = nf * LN2_LO;
+    float r = hi - lo;
+    float rest = (hi - r) - lo; /* what r lost to rounding */
+    float p = EXP_P0 + r * (EXP_P1 + r * (EXP_P2 + r * (EXP_P3 + r * EXP_P4)));
+    float y = 1.0f + (r + ((r * r) * p + rest));
+    int32_t half = n >> 1; /* in two steps: 2^n alone may be subnormal or infinite while y * 2^n is not */
+    return (y * float_of((uint32_t)(half + 127) << 23)) * float_of((uint32_t)(n - half + 127) << 23);
+}
+
+/* log1p: 1 + x = 2^k (1 + f) with 1 + f in [sqrt(1/2), sqrt(2)), log(1 + f) = 2 atanh(s), s = f / (2 + f). */
+#define SQRT_HALF_TOP 0x3fe6a09eu /* upper half of the double sqrt(1/2) */
+#define LN2 0x1.62e42fefa39efp-1
+
+static inline float f32_log1p(float x)
+{
+    double u = 1.0 + (double)x;
+    uint64_t b = bits_of_double(u);
+    int32_t k = (int32_t)((uint32_t)(b >> 32) - SQRT_HALF_TOP) >> 20;
+    double f = k ? double_of(b - ((uint64_t)(int64_t)k << 52)) - 1.0 : (double)x; /* k = 0: u has lost the end of x */
+    double s = f / (2.0 + f);
+    double z = s * s;
+    double p = s * (2.0 + z * (2.0 / 3 + z * (2.0 / 5 + z * (2.0 / 7 + z * (2.0 / 9 + z * (2.0 / 11 + z * (2.0 / 13)))))));
+    float y = (float)((double)k * LN2 + p);
+    y = float_of(bits_of(y) | (bits_of(x) & 0x80000000u)); /* only for -0: the result has the sign of x anyway */
+    y = x < F32_INF ? y : x;
+    y = x == -1.0f ? -F32_INF : y;
+    return x < -1.0f ? __builtin_nanf("") : y;
+}
+
+/* sin, cos: x = n pi/2 + r with |r| <= pi/4; the quadrant is n mod 4. */
+#define TRIG_SMALL 16777216.0f /* up to here n has 24 bits, so n * HALF_PI_HI is exact */
+#define TWO_OVER_PI 0x1.45f306dc9c883p-1
+#define HALF_PI_HI 0x1.921fb54p+0 /* 29 bits */
+#define HALF_PI_LO 0x1.10b4611a62633p-30
+#define HALF_PI_2_64 0x1.921fb54442d18p-64
+
+/* Any finite |x| >= 2^24: the bits of 2/pi that matter for x (those above make whole turns) times the 24 bits of x. */
+static inline double trig_reduce_large(float x, uint64_t *quadrant)
+{
+    static const uint32_t two_over_pi[8] = {0, 0xa2f9836eu, 0x4e441529u, 0xfc2757d1u, 0xf534ddc0u, 0xdb629599u, 0x3c439041u, 0xfe5163abu};
+    uint32_t b = bits_of(x);
+    uint32_t exponent = (b >> 23) & 0xff; /* |x| = m * 2^(exponent - 150) */
+    uint64_t m = (b & 0x7fffffu) | 0x800000u;
+    uint32_t first = exponent - 150 + 30, word = first >> 5, shift = first & 31;
+    uint64_t w[3];
+    for (int i = 0; i < 3; i++)
+        w[i] = ((((uint64_t)two_over_pi[word + i] << 32) | two_over_pi[word + i + 1]) << shift) >> 32;
+    uint64_t turns = ((w[0] * m) << 32) + w[1] * m + ((w[2] * m) >> 32); /* quarter turns * 2^62, mod 4 */
+    uint64_t n = (turns + (1ull << 61)) >> 62;
+    double r = (double)(int64_t)(turns << 2) * HALF_PI_2_64;
+    *quadrant = b >> 31 ? 0 - n : n;
+    return b >> 31 ? -r : r;
+}
+
+/* sin(r + quadrant * pi/2). Taylor in double: the first terms left out are below 7e-12 (sin) and 2e-10 (cos). */
+static inline double trig_poly(double r, uint64_t quadrant)
+{
+    double z = r * r;
+    double s = r * (1.0 + z * (-1.0 / 6 + z * (1.0 / 120 + z * (-1.0 / 5040 + z * (1.0 / 362880 + z * (-1.0 / 39916800))))));
+    double c = 1.0 + z * (-1.0 / 2 + z * (1.0 / 24 + z * (-1.0 / 720 + z * (1.0 / 40320 + z * (-1.0 / 3628800)))));
+    double y = quadrant & 1 ? c : s;
+    return double_of(bits_of_double(y) ^ (quadrant & 2) << 62);
+}
+
+static inline float trig(float x, uint64_t quarter_turns)
+{
+    float magnitude = float_of(bits_of(x) & 0x7fffffffu);
+    if (!(magnitude < F32_INF))
+        return __builtin_nanf("");
+    uint64_t n;
+    double r;
+    if (magnitude <= TRIG_SMALL) {
+        double t = (double)x * TWO_OVER_PI + TRIG_ROUND;
+        double nd = t - TRIG_ROUND;
+        n = bits_of_double(t);
+        r = ((double)x - nd * HALF_PI_HI) - nd * HALF_PI_LO;
+    } else {
+        r = trig_reduce_large(x, &n);
+    }
+    return (float)trig_poly(r, n + quarter_turns);
+}
+
+static inline float f32_sin(float x)
+{
+    return trig(x, 0);
+}
+
+static inline float f32_cos(float x)
+{
+    return trig(x, 1);
+}
+
+static inline float f32_sigmoid(float x)
+{
+    return 1.0f / (1.0f + f32_exp(-x));
+}
+
+static inline float f32_silu(float x)
+{
+    return x * f32_sigmoid(x);
+}
+
+static inline float f32_softplus(float x)
+{
+    return x > 20.0f ? x : f32_log1p(f32_exp(x));
+}
+
+#endif

@@ -1,0 +1,64 @@
+"""Weights of a small model given as arrays by name: what the stages of the model itself run on. NumPy only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import numpy as np
+
+from fermi_engine.config import ModelConfig
+from fermi_engine.formats import FORMATS, Matrix
+
+CONFIG = "config"  # the array that holds the model's configuration as JSON text
+
+
+def config_array(config: ModelConfig) -> np.ndarray:
+    """The configuration as JSON text, uint8."""
+    return np.frombuffer(json.dumps(config.to_dict(), sort_keys=True).encode(), np.uint8)
+
+
+class ArrayWeights:
+    """The Weights protocol (model/weights.py) over arrays.
+
+    arrays[CONFIG] holds the configuration. A float32 tensor stands under its canonical name in the shape of the
+    checkpoint, a quantised matrix under `<name>.q4_0` or `<name>.q8_0` as plain uint8 rows; experts of a layer are one
+    array [E, ...]. Raises KeyError for a tensor that is not there.
+    """
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self._arrays = arrays
+        self.config = ModelConfig.from_dict(json.loads(arrays[CONFIG].tobytes()))
+
+    def vector(self, name: str) -> np.ndarray:
+        """A float32 tensor; a convolution [C, 1, K] comes as [K, C], as packs hold it."""
+        array = self._arrays[name]
+        if name.endswith("conv1d.weight"):
+            return np.ascontiguousarray(array[:, 0].T)
+        return np.ascontiguousarray(array)
+
+    def matrix(self, name: str) -> Matrix:
+        """A matrix [rows, cols] in the format it is given in."""
+        return _matrix(*self._stored(name))
+
+    def expert(self, layer: int, expert: int) -> tuple[Matrix, Matrix]:
+        """gate_up [2I, H] and down [H, I] of one expert."""
+        pair = [self._stored(f"layers.{layer}.mlp.experts.{part}") for part in ("gate_up_proj", "down_proj")]
+        gate_up, down = (_matrix(format, array[expert]) for format, array in pair)
+        return gate_up, down
+
+    def _stored(self, name: str) -> tuple[str, np.ndarray]:
+        if name in self._arrays:
+            return "f32", self._arrays[name]
+        format = next((f for f in ("q4_0", "q8_0") if f"{name}.{f}" in self._arrays), None)
+        if format is None:
+            raise KeyError(f"no array {name}, nor quantised as {name}.q4_0 or {name}.q8_0")
+        return format, self._arrays[f"{name}.{format}"]
+
+
+def _matrix(format: str, array: np.ndarray) -> Matrix:
+    if format == "f32":
+        return Matrix.from_f32(np.ascontiguousarray(array), format)
+    row = FORMATS[format]
+    cols = array.shape[1] // row.block_bytes * row.block
+    return Matrix(format, array.shape[0], cols, row.interleave(np.ascontiguousarray(array)))

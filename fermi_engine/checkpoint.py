@@ -1,0 +1,349 @@
+"""A Hugging Face checkpoint directory of the Qwen3.5/3.6 family: config.json, safetensors shards, tokenizer files.
+
+`Checkpoint.open` accounts for every tensor before one byte of data is read: the expected set and its shapes follow from
+the configuration, and whatever is missing, left over, misshapen or in an unknown dtype is refused. Data is then read
+with pread, not through a mapping, so that resident memory is the caller's block and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fermi_engine.config import ModelConfig
+from fermi_engine.errors import CheckpointError
+from fermi_engine.safetensors_header import Entry, Header, read_headers, read_json
+
+PREFIXES = ("model.language_model.", "language_model.model.", "model.")  # longest first: `model.` also starts the first
+HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
+UNUSED_PARTS = ("mtp", "visual", "vision_tower", "merger")  # speculative head and image towers, not read here
+DTYPES = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+SIDE_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "preprocessor_config.json",
+)
+SAMPLES, SAMPLE_BYTES = 64, 4096
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies: dtype "BF16", "F16" or "F32"; `offset` (absolute in `file`) and `nbytes` in bytes."""
+
+    name: str
+    source: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose structure has been proven consistent; see `open`.
+
+    tensors: canonical name -> TensorInfo of every tensor of the text model; experts fused or one by one, as stored.
+    unused: names in the files that are skipped on purpose: multi-token prediction, vision, a head that is tied.
+    files: the tokenizer and generation files that are present, by file name.
+    shards: file name -> (path, bytes, data_start) of each weight file.
+    """
+
+    path: Path
+    config: ModelConfig
+    raw_config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    unused: list[str]
+    files: dict[str, Path]
+    shards: dict[str, tuple[Path, int, int]]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """Read config.json and all headers and check them against each other; tensor data stays unread.
+
+        Raises CheckpointError (files, tensors, shapes, dtypes) or ConfigError (config.json contradicts itself).
+        """
+        path = Path(path)
+        names = _listing(path)
+        raw = _read_config(path, names)
+        config = ModelConfig.from_hf(raw)
+        headers = read_headers(path, names)
+        tensors, unused = _assign(path, config, headers)
+        _check_dtypes(tensors.values(), raw)
+        _check_against(path, config, tensors)
+        shards = {name: (path / name, h.file_bytes, h.data_start) for name, h in headers.items()}
+        files = {name: path / name for name in SIDE_FILES if name in names}
+        return cls(path, config, raw, tensors, unused, files, shards)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor by canonical name. KeyError for a name outside `tensors`."""
+        return self.tensors[name].shape
+
+    def rows(self, name: str, begin: int, end: int) -> np.ndarray:
+        """Rows [begin, end) as float32 [end - begin, n]: n the last axis, leading axes flattened, a vector is one row.
+
+        bf16, f16 and f32 widen exactly. Raises CheckpointError if the file can no longer be read or has become shorter.
+        """
+        info = self.tensors[name]
+        n = info.shape[-1]
+        count = math.prod(info.shape[:-1])
+        if not 0 <= begin <= end <= count:
+            raise ValueError(f"rows {begin}..{end} of {name}, which has {count}")
+        kind = DTYPES[info.dtype]
+        raw = np.empty((end - begin, n), kind)
+        _pread(info, raw, info.offset + begin * n * kind.itemsize)
+        return _widen(raw, info.dtype)
+
+    def read(self, name: str) -> np.ndarray:
+        """A whole tensor as float32 in its own shape."""
+        shape = self.tensors[name].shape
+        return self.rows(name, 0, math.prod(shape[:-1])).reshape(shape)
+
+    def expert_rows(self, layer: int, part: str, expert: int, begin: int, end: int) -> np.ndarray:
+        """Rows [begin, end) of one expert's matrix as float32, the same for fused and per-expert files.
+
+        part "gate_up": [2*moe_intermediate, hidden], gate rows first, then up; "down": [hidden, moe_intermediate].
+        """
+        c = self.config
+        height = {"gate_up": 2 * c.moe_intermediate_size, "down": c.hidden_size}[part]
+        if not (0 <= expert < c.num_experts and 0 <= begin <= end <= height):
+            raise ValueError(f"rows {begin}..{end} of expert {expert}: there are {c.num_experts} of {height} rows")
+        stem = f"layers.{layer}.mlp.experts"
+        if f"{stem}.{part}_proj" in self.tensors:
+            return self.rows(f"{stem}.{part}_proj", expert * height + begin, expert * height + end)
+        if part == "down":
+            return self.rows(f"{stem}.{expert}.down_proj.weight", begin, end)
+        half = c.moe_intermediate_size
+        gate = self.rows(f"{stem}.{expert}.gate_proj.weight", min(begin, half), min(end, half))
+        up = self.rows(f"{stem}.{expert}.up_proj.weight", max(begin, half) - half, max(end, half) - half)
+        return np.concatenate((gate, up)) if len(gate) and len(up) else (gate if len(gate) else up)
+
+    def identity(self) -> dict[str, dict[str, Any]]:
+        """What tells this checkpoint from another, cheaply: per shard, and for config.json, its size and hashes.
+
+        "header_blake2b" covers the header (all of config.json); "sample_blake2b" covers 64 evenly spaced blocks of 4096
+        bytes of the data, which tells two trainings of one architecture apart. A copy has the same identity.
+        """
+        config = self.path / "config.json"
+        text = _read_span(config, 0, config.stat().st_size)
+        result: dict[str, dict[str, Any]] = {"config.json": {"bytes": len(text), "header_blake2b": _hash(text)}}
+        for name, (path, size, data_start) in sorted(self.shards.items()):
+            header = _read_span(path, 0, data_start)
+            last = max(data_start, size - SAMPLE_BYTES)
+            begins = {data_start + (last - data_start) * i // (SAMPLES - 1) for i in range(SAMPLES)}
+            sample = b"".join(_read_span(path, b, min(b + SAMPLE_BYTES, size)) for b in sorted(begins))
+            result[name] = {"bytes": size, "header_blake2b": _hash(header), "sample_blake2b": _hash(sample)}
+        return result
+
+
+def expected_shapes(c: ModelConfig, fused_layers: frozenset[int] | None = None) -> dict[str, tuple[int, ...]]:
+    """Canonical names and shapes of all tensors a text model of this configuration has (HF layout, `[out, in]`).
+
+    `fused_layers`: layers whose experts are stored as two 3-D tensors; None means all. The others hold one 2-D tensor
+    per expert and projection. `lm_head.weight` is absent when the head is tied.
+    """
+    h, value_dim = c.hidden_size, c.linear_value_dim
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (c.vocab_size, h), "norm.weight": (h,)}
+    if not c.tie_word_embeddings:
+        shapes["lm_head.weight"] = (c.vocab_size, h)
+    heads, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    mixers = {
+        "full_attention": {
+            "self_attn.q_proj.weight": (2 * heads, h), "self_attn.k_proj.weight": (kv, h),
+            "self_attn.v_proj.weight": (kv, h), "self_attn.o_proj.weight": (h, heads),
+            "self_attn.q_norm.weight": (c.head_dim,), "self_attn.k_norm.weight": (c.head_dim,),
+        },
+        "linear_attention": {
+            "linear_attn.in_proj_qkv.weight": (c.conv_dim, h), "linear_attn.in_proj_z.weight": (value_dim, h),
+            "linear_attn.in_proj_b.weight": (c.linear_num_value_heads, h),
+            "linear_attn.in_proj_a.weight": (c.linear_num_value_heads, h),
+            "linear_attn.conv1d.weight": (c.conv_dim, 1, c.linear_conv_kernel_dim),
+            "linear_attn.A_log": (c.linear_num_value_heads,), "linear_attn.dt_bias": (c.linear_num_value_heads,),
+            "linear_attn.norm.weight": (c.linear_value_head_dim,), "linear_attn.out_proj.weight": (h, value_dim),
+        },
+    }
+    for i, kind in enumerate(c.layer_types):
+        fused = fused_layers is None or i in fused_layers
+        norms = {"input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,)}
+        layer = {**norms, **mixers[kind], **_ffn(c, fused)}
+        shapes.update({f"layers.{i}.{name}": shape for name, shape in layer.items()})
+    return shapes
+
+
+def _ffn(c: ModelConfig, fused: bool) -> dict[str, tuple[int, ...]]:
+    h = c.hidden_size
+    if not c.num_experts:
+        return _swiglu("mlp", c.intermediate_size, h)
+    shapes = {"mlp.gate.weight": (c.num_experts, h), "mlp.shared_expert_gate.weight": (1, h),
+              **_swiglu("mlp.shared_expert", c.shared_expert_intermediate_size, h)}
+    if fused:
+        return {**shapes, "mlp.experts.gate_up_proj": (c.num_experts, 2 * c.moe_intermediate_size, h),
+                "mlp.experts.down_proj": (c.num_experts, h, c.moe_intermediate_size)}
+    for e in range(c.num_experts):
+        shapes.update(_swiglu(f"mlp.experts.{e}", c.moe_intermediate_size, h))
+    return shapes
+
+
+def _swiglu(stem: str, inner: int, h: int) -> dict[str, tuple[int, ...]]:
+    return {f"{stem}.gate_proj.weight": (inner, h), f"{stem}.up_proj.weight": (inner, h),
+            f"{stem}.down_proj.weight": (h, inner)}
+
+
+def _listing(path: Path) -> set[str]:
+    if os.path.isfile(path):
+        raise CheckpointError(f"{path} is a file; give the checkpoint directory that holds config.json and the shards")
+    try:
+        return set(os.listdir(path))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist; give a Hugging Face checkpoint directory") from None
+    except OSError as err:
+        raise CheckpointError(f"cannot read the directory {path}: {err.strerror}") from None
+
+
+def _read_config(path: Path, names: set[str]) -> dict[str, Any]:
+    if "config.json" not in names:
+        raise CheckpointError(f"{path} has no config.json; it is no Hugging Face checkpoint directory, or part of one")
+    return read_json(path / "config.json")
+
+
+def _assign(path: Path, config: ModelConfig, headers: dict[str, Header]) -> tuple[dict[str, TensorInfo], list[str]]:
+    """Canonical name -> tensor, and the names left out on purpose."""
+    tensors: dict[str, TensorInfo] = {}
+    unused: list[str] = []
+    for shard, header in headers.items():
+        for source, entry in header.tensors.items():
+            if _is_unused(source, config.tie_word_embeddings):
+                unused.append(source)
+                continue
+            info = _info(path / shard, source, entry, header.data_start)
+            if info.name in tensors:
+                other = tensors[info.name]
+                raise CheckpointError(f"{path}: {other.source} ({other.file.name}) and {source} ({shard}) are both the "
+                                      f"tensor {info.name}; a checkpoint has it once")
+            tensors[info.name] = info
+    _check_prefix(path, tensors)
+    return tensors, sorted(unused)
+
+
+def _is_unused(source: str, tied: bool) -> bool:
+    if source in HEAD_NAMES:
+        return tied
+    rest = next((source[len(p):] for p in (*PREFIXES, "language_model.") if source.startswith(p)), source)
+    return rest.split(".")[0] in UNUSED_PARTS
+
+
+def _info(file: Path, source: str, entry: Entry, data_start: int) -> TensorInfo:
+    name = "lm_head.weight" if source in HEAD_NAMES else source
+    for prefix in PREFIXES:
+        if source.startswith(prefix):
+            name = source[len(prefix):]
+            break
+    return TensorInfo(name, source, file, entry.dtype, entry.shape, data_start + entry.begin, entry.end - entry.begin)
+
+
+def _check_prefix(path: Path, tensors: dict[str, TensorInfo]) -> None:
+    """All tensors but the head carry one and the same prefix."""
+    first: TensorInfo | None = None
+    for info in tensors.values():
+        if info.source in HEAD_NAMES:
+            continue
+        prefix = _prefix(info)
+        if not prefix:
+            raise CheckpointError(f"{info.file}: tensor {info.source} is unknown; names of the text model start "
+                                  f"with one of {', '.join(PREFIXES)}")
+        first = first or info
+        if prefix != _prefix(first):
+            raise CheckpointError(f"{path} mixes name prefixes: {first.source} and {info.source}; all must start with "
+                                  f"the same one of {', '.join(PREFIXES)}")
+
+
+def _prefix(info: TensorInfo) -> str:
+    return info.source[: len(info.source) - len(info.name)]
+
+
+def _check_dtypes(tensors: Any, raw: dict[str, Any]) -> None:
+    for info in tensors:
+        if info.dtype not in DTYPES:
+            quantization = raw.get("quantization_config")
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+            why = f" (quantised with {method})" if method else ""
+            raise CheckpointError(f"{info.file}: tensor {info.source} has dtype {info.dtype}{why}, expected "
+                                  f"{', '.join(DTYPES)}; use the unquantised release")
+
+
+def _check_against(path: Path, config: ModelConfig, tensors: dict[str, TensorInfo]) -> None:
+    """The tensors are exactly those the configuration asks for."""
+    expected = expected_shapes(config, _fused_layers(config, tensors))
+    missing = [name for name in expected if name not in tensors]
+    extra = [info for name, info in tensors.items() if name not in expected]
+    if missing:
+        also = f", and holds {extra[0].source} that it does not" if extra else ""
+        raise CheckpointError(f"{path} lacks {_some(missing)} that config.json asks for{also}; "
+                              "fetch the missing files, or the config.json that belongs to these")
+    if extra:
+        sources = _some([info.source for info in extra])
+        raise CheckpointError(f"{extra[0].file} holds {sources} that a {config.model_type} model with this config.json "
+                              "does not have; is config.json that of another model?")
+    for name, shape in expected.items():
+        info = tensors[name]
+        if info.shape != shape:
+            axes = " (vocab_size, hidden_size)" if name in ("embed_tokens.weight", "lm_head.weight") else ""
+            raise CheckpointError(f"{info.file}: tensor {info.source} has shape {list(info.shape)}, config.json asks "
+                                  f"for {list(shape)}{axes}; weights and config.json are not of one release")
+
+
+def _fused_layers(config: ModelConfig, tensors: dict[str, TensorInfo]) -> frozenset[int]:
+    """Layers to hold against the fused layout: all but those with any per-expert name and no fused one."""
+    single = {name.split(".")[1] for name in tensors if ".mlp.experts." in name and name.endswith(".weight")}
+    ends = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+    fused = {name.split(".")[1] for name in tensors if name.endswith(ends)}
+    return frozenset(i for i in range(config.num_hidden_layers) if str(i) in fused or str(i) not in single)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"tensor{'s' if len(names) > 1 else ''} {', '.join(names[:3])}{more}"
+
+
+def _widen(raw: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "BF16":  # a bf16 is the upper half of a float32
+        wide = np.empty(raw.shape, np.uint32)
+        np.left_shift(raw, 16, out=wide, dtype=np.uint32)
+        return wide.view(np.float32)
+    return raw.astype(np.float32, copy=False)
+
+
+def _pread(info: TensorInfo, out: np.ndarray, offset: int) -> None:
+    """Fill `out` from the file; one call may return less than asked for, and never more than 2 GiB."""
+    view = memoryview(out).cast("B") if out.size else memoryview(b"")
+    try:
+        fd = os.open(info.file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while view:
+                got = os.preadv(fd, [view], offset)
+                if got == 0:
+                    raise CheckpointError(f"{info.file} ends inside tensor {info.source}: expected {len(view)} more "
+                                          f"bytes at offset {offset}; the file changed while it was in use")
+                view, offset = view[got:], offset + got
+        finally:
+            os.close(fd)
+    except OSError as err:
+        raise CheckpointError(f"cannot read tensor {info.source} of {info.file}: {err.strerror}") from None
+
+
+def _read_span(path: Path, begin: int, end: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(begin)
+            return file.read(end - begin)
+    except OSError as err:
+        raise CheckpointError(f"cannot read {path}: {err.strerror}") from None
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=32).hexdigest()

@@ -1,0 +1,275 @@
+"""The command line: convert, generate, verify, doctor, info.
+
+Only typer and rich are imported to answer --help; each command imports what it needs, after the CPU has been checked.
+Exit status: 0 done; 1 a check failed; 2 a mistake or an unusable file, told in one line; 130 interrupted; 141 the
+reader of the output went away. Any other exception is a defect and shows its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import fermi_engine
+from fermi_engine import report
+from fermi_engine.errors import FermiError, RequestError
+
+PROGRAM = "fermi-engine"
+FAILED, MISTAKE, INTERRUPTED, READER_GONE = 1, 2, 130, 141
+
+app = typer.Typer(name=PROGRAM, add_completion=False, help="Hybrid Gated-DeltaNet MoE models on old CPUs and GPUs, "
+                  "every stage checked against a reference.", pretty_exceptions_enable=False, rich_markup_mode=None,
+                  context_settings={"help_option_names": ["-h", "--help"]})
+# typer brings its own click or uses the installed one; the base of its errors is the same by name
+_ClickException = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+Backend = Annotated[str | None, typer.Option("--backend", metavar="B", show_default=False,
+                                             help="Force a backend; default: FERMI_BACKEND, else the best.")]
+Threads = Annotated[int | None, typer.Option("--threads", "-t", metavar="N", show_default=False,
+                                             help="Default: physical cores within affinity and CPU quota.")]
+Activations = Annotated[str, typer.Option(metavar="q8_0|f32", help="q8_0: integer products; f32: dequantised weights.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON on stdout in place of tables.")]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line, given without the program's name; returns the exit status."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+        if hasattr(stream, "reconfigure"):  # text that the terminal's encoding lacks must not end a run
+            stream.reconfigure(errors=errors)
+    try:
+        status = _invoke(argv)
+        sys.stdout.flush()
+        return status
+    except FermiError as err:
+        return _fail(str(err))
+    except BrokenPipeError:
+        _drop_output()
+        return READER_GONE
+    except OSError as err:
+        return _fail(_os_error(err))
+    except (KeyboardInterrupt, typer.Abort):
+        report.note("interrupted")
+        return INTERRUPTED
+
+
+def _invoke(argv: Sequence[str]) -> int:
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context(PROGRAM, list(argv)) as context:
+            command.invoke(context)
+    except typer.Exit as end:
+        return end.exit_code
+    except _ClickException as err:
+        context = getattr(err, "ctx", None)
+        return _fail(f"{err.format_message()}; see {context.command_path if context else PROGRAM} --help")
+    return 0
+
+
+def _fail(message: str) -> int:
+    try:
+        report.note("error: " + " ".join(message.splitlines()))
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
+    return MISTAKE
+
+
+def _os_error(err: OSError) -> str:
+    where = f": {err.filename}" if err.filename is not None else " (while writing output)" if err.errno else ""
+    return f"{err.strerror or err}{where}"
+
+
+def _drop_output() -> None:
+    """Point stdout and stderr nowhere, so that nothing fails again when they are flushed at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except (OSError, ValueError):  # replaced by something without a descriptor
+            continue
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"{PROGRAM} {fermi_engine.__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _top(context: typer.Context, version: Annotated[bool, typer.Option(
+        "--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def _check_cpu() -> None:
+    from fermi_engine.kernels import dispatch
+
+    dispatch.check_cpu()
+
+
+@app.command()
+def convert(
+    src: Annotated[Path, typer.Argument(metavar="SRC", show_default=False, help="Hugging Face checkpoint directory.")],
+    dst: Annotated[Path | None, typer.Argument(metavar="DST", show_default=False, help="Pack file to write.")] = None,
+    format: Annotated[str, typer.Option(metavar="q4_0|q8_0|f16|f32", help="Format of the weight matrices.")] = "q4_0",
+    rules: Annotated[str | None, typer.Option(metavar="PATTERN=FORMAT,...", show_default=False,
+                                              help="Formats by name, for example *.experts.*=q8_0.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST where it exists.")] = False,
+    show_rules: Annotated[bool, typer.Option("--show-rules", help="Only print each tensor's format.")] = False,
+) -> None:
+    """Convert a checkpoint directory into a pack.
+
+    An interrupted conversion goes on where it was when the same command runs again.
+    """
+    _check_cpu()
+    from fermi_engine import cli_files
+
+    if show_rules:
+        cli_files.show_rules(src, format, rules)
+    elif dst is None:
+        raise RequestError("DST is missing: name the pack file to write, for example model.safetensors")
+    else:
+        cli_files.convert(src, dst, format, rules, overwrite)
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Option("--model", "-m", metavar="M", show_default=False,
+                                        help="Pack, or checkpoint directory (converted once into the cache).")],
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", show_default=False,
+                                               help="One user turn; - reads it from stdin.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Talk: one message a line; /reset, /quit.")] = False,
+    ids: Annotated[str | None, typer.Option(metavar="1,2,3", show_default=False,
+                                            help="Continue token ids and print token ids.")] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", show_default=False, help="System message.")] = None,
+    tools: Annotated[Path | None, typer.Option(metavar="FILE.json", show_default=False,
+                                               help="Tool descriptions, a JSON list.")] = None,
+    think: Annotated[bool | None, typer.Option("--think/--no-think", show_default=False,
+                                               help="Reason first or not; default: as the template does.")] = None,
+    show_reasoning: Annotated[bool, typer.Option("--show-reasoning", help="Print the reasoning, too.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, no chat template.")] = False,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", "--n-predict", metavar="N", show_default=False,
+                                                   help="Most tokens to generate.")] = None,
+    temp: Annotated[float | None, typer.Option("--temp", "--temperature", metavar="X", show_default=False,
+                                               help="0 takes the likeliest token.")] = None,
+    top_k: Annotated[int | None, typer.Option(metavar="K", show_default=False, help="0 keeps all.")] = None,
+    top_p: Annotated[float | None, typer.Option(metavar="P", show_default=False)] = None,
+    min_p: Annotated[float | None, typer.Option(metavar="P", show_default=False)] = None,
+    presence_penalty: Annotated[float | None, typer.Option(metavar="X", show_default=False)] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(metavar="X", show_default=False)] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(metavar="X", show_default=False)] = None,
+    logit_bias: Annotated[list[str] | None, typer.Option(metavar="ID=V", show_default=False,
+                                                         help="Added to a logit; -inf bans. Repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", show_default=False, help="Same seed, same text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", show_default=False,
+                                                   help="End before this text. Repeatable.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of the turn.")] = False,
+    format: Annotated[str | None, typer.Option(metavar="q4_0|q8_0|f32", show_default=False,
+                                               help="For a checkpoint directory; default q4_0.")] = None,
+    threads: Threads = None,
+    backend: Backend = None,
+    ctx_size: Annotated[int | None, typer.Option("--ctx-size", "-c", metavar="N", show_default=False,
+                                                 help="Longest sequence; default: the model's own.")] = None,
+    activations: Activations = "q8_0",
+    timing: Annotated[bool, typer.Option("--timing", help="Print times and tokens per second to stderr.")] = False,
+) -> None:
+    """Generate text from a prompt, a chat or token ids.
+
+    Sampling settings not given here are those of the model's generation_config.json.
+    """
+    _check_cpu()
+    from fermi_engine import cli_generate
+    from fermi_engine.config import EngineConfig
+
+    sampling = {
+        "max_tokens": max_tokens, "temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty, "logit_bias": cli_generate.parse_bias(logit_bias or ()),
+        "seed": seed, "stop": tuple(stop) if stop else None, "ignore_eos": ignore_eos or None,
+    }
+    options = EngineConfig(activations=activations, backend=backend, threads=threads, ctx_size=ctx_size)
+    cli_generate.run(cli_generate.Request(
+        model, prompt, chat, ids, system, tools, think, show_reasoning, raw, timing, format, sampling, options))
+
+
+@app.command()
+def verify(
+    stage: Annotated[list[str] | None, typer.Option(metavar="NAME", show_default=False,
+                                                    help="Only this stage. Repeatable.")] = None,
+    backend: Backend = None,
+    model: Annotated[Path | None, typer.Option("--model", "-m", metavar="M", show_default=False,
+                                               help="With --against: the model to compare.")] = None,
+    against: Annotated[Path | None, typer.Option(metavar="DUMP", show_default=False,
+                                                 help="Compare layer by layer with a dump of the reference.")] = None,
+    activations: Activations = "q8_0",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Check every stage against stored results of the reference.
+
+    On every backend this CPU runs, or the forced one. Exit status 1: a stage failed.
+    """
+    _check_cpu()
+    from fermi_engine import cli_verify
+
+    if (model is None) != (against is None):
+        raise RequestError("--model and --against belong together: a model, and a dump of the reference for it")
+    if model is not None and stage:
+        raise RequestError("--stage chooses stored results to check; it has no meaning with --against")
+    if model is not None:
+        passed = cli_verify.against(model, against, backend, activations, threads, as_json)
+    else:
+        passed = cli_verify.stages(backend, stage or [], as_json)
+    if not passed:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def doctor() -> None:
+    """Show what this machine offers and what is missing.
+
+    CPU, backends and the ops they run, threads, memory, cache. Exit status 1: the engine cannot run here.
+    """
+    from fermi_engine.doctor import examine
+
+    found = examine()
+    report.facts("", found.facts)
+    if found.backends:
+        rows = [(name, len(ops), " ".join(ops)) for name, ops in found.backends.items()]
+        report.table("", ("backend", "ops", "which"), rows, right=("ops",))
+    for text in found.missing:
+        print(f"missing: {text}")
+    for text in found.problems:
+        report.note(f"problem: {text}")
+    if found.problems:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def info(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", show_default=False, help="Pack or checkpoint directory.")],
+    check: Annotated[bool, typer.Option("--check", help="Read every byte: checksums, finite values.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show a model's configuration, sizes and formats.
+
+    Also the bytes that a generated token reads, and those of state it leaves.
+    """
+    _check_cpu()
+    from fermi_engine import cli_files
+
+    cli_files.info(model, check, as_json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Checkpoint -> pack: streaming by blocks of rows, so that memory does not grow with the model or its tensors."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import fermi_engine
+from fermi_engine.checkpoint import Checkpoint, expected_shapes
+from fermi_engine.config import eos_ids
+from fermi_engine.errors import CheckpointError, FormatError, PackError
+from fermi_engine.formats import FORMATS, LANES, Format
+from fermi_engine.pack import (
+    FILE_PREFIX,
+    LINE,
+    NORM_CONVENTION,
+    PACK_FORMAT,
+    PACK_VERSION,
+    PAGE,
+    PLAIN_NORMS,
+    Blob,
+    Pack,
+    Part,
+    Progress,
+    blob_name,
+    is_pack,
+)
+from fermi_engine.pack_writer import PackPlan, PackWriter, Wanted
+from fermi_engine.rules import Assignment, Rule, assign, parse_rules
+from fermi_engine.safetensors_header import SINGLE, read_json
+
+BLOCK_BYTES = 8 << 20  # of f32 source rows in memory at a time; quantised copies add at most twice as much
+GATE_UP, DOWN, CONV = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj", ".conv1d.weight"
+
+Rows = Callable[[int, int], np.ndarray]  # (begin, end) -> f32 [end - begin, cols]
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    format: str = "q4_0",
+    rules: str | Sequence[Rule] | None = None,
+    progress: Progress | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Convert the checkpoint directory `src` into the pack file `dst`, check every byte of it, and return its path.
+
+    An interrupted conversion leaves `dst.part`, and the same call goes on from there, with the same bytes in the end.
+    `progress(done_bytes, total_bytes, name)` runs over the pack twice: written, then read back.
+    Raises PackError (`src` is a pack, `dst` exists, disk full), CheckpointError or ConfigError (`src`, `rules`),
+    FormatError naming tensor and row (NaN, infinity, values the format cannot hold).
+    """
+    src, dst = Path(src), Path(dst)
+    if is_pack(src) or is_pack(src / SINGLE):
+        raise PackError(f"{src} is already a pack; convert the checkpoint it was made from")
+    if dst.exists() and not dst.is_dir() and not overwrite:
+        raise PackError(f"{dst} exists; remove it, choose another name or ask for it to be overwritten")
+    checkpoint = Checkpoint.open(src)
+    wishes = parse_rules(rules) if rules is None or isinstance(rules, str) else tuple(rules)
+    assignments = assign(expected_shapes(checkpoint.config), format, wishes)
+    plan = plan_pack(checkpoint, assignments, format)
+    total = 2 * plan.total_bytes
+    with PackWriter(dst, plan, json.dumps(_stamps(checkpoint), sort_keys=True)) as writer:
+        for slot in writer.remaining():
+            writer.put(slot.name, _chunks(checkpoint, slot.name, assignments))
+            if progress:
+                progress(writer.done_bytes, total, slot.name)
+        writer.finish()
+    _read_back(dst, progress, total)
+    return dst
+
+
+def _read_back(path: Path, progress: Progress | None, total: int) -> None:
+    report = progress and (lambda done, _, name: progress(total // 2 + done, total, name))
+    try:
+        with Pack.open(path) as pack:
+            pack.check(report or None)
+    except PackError:
+        path.unlink()
+        raise
+    if progress:
+        progress(total, total, "done")
+
+
+def plan_pack(checkpoint: Checkpoint, assignments: Mapping[str, Assignment], default_format: str) -> PackPlan:
+    """Sizes, order and metadata of the pack; the order is that of the configuration, whatever the shards' order."""
+    wanted, layout = [], {}
+    for name, shape in expected_shapes(checkpoint.config).items():
+        format = assignments[name].format
+        if name.endswith(GATE_UP):
+            layer = _layer(name)
+            blob = _plan_blob(checkpoint, format, assignments[f"layers.{layer}{DOWN}"].format)
+            parts = {"gate_up": blob.gate_up._asdict(), "down": blob.down._asdict()}
+            layout[blob_name(layer)] = {**blob._asdict(), **parts}
+            wanted.append(Wanted(blob_name(layer), "U8", (blob.experts, blob.stride), PAGE))
+        elif name.endswith(CONV):
+            wanted.append(Wanted(name, "F32", (shape[-1], shape[0])))
+        elif len(shape) == 1:
+            wanted.append(Wanted(name, "F32", shape))
+        elif not name.endswith(DOWN):
+            part = Part(format, *shape)
+            layout[name] = part._asdict()
+            wanted.append(Wanted(name, "U8", part.stored_shape))
+    for name, path in sorted(checkpoint.files.items()):
+        wanted.append(Wanted(FILE_PREFIX + name, "U8", (path.stat().st_size,)))
+    return PackPlan.build(wanted, _metadata(checkpoint, default_format, layout))
+
+
+def _layer(name: str) -> int:
+    return int(name.split(".")[1])
+
+
+def _plan_blob(checkpoint: Checkpoint, gate_up: str, down: str) -> Blob:
+    c = checkpoint.config
+    first = Part(gate_up, 2 * c.moe_intermediate_size, c.hidden_size)
+    begin = _aligned(_stored_bytes(first), LINE)
+    second = Part(down, c.hidden_size, c.moe_intermediate_size, begin)
+    return Blob(first, second, _aligned(begin + _stored_bytes(second), PAGE), c.num_experts)
+
+
+def _stored_bytes(part: Part) -> int:
+    groups, width = part.stored_shape
+    return groups * width
+
+
+def _aligned(size: int, align: int) -> int:
+    return size + -size % align
+
+
+def _metadata(checkpoint: Checkpoint, default_format: str, layout: dict[str, Any]) -> dict[str, str]:
+    values = {
+        "model_config": checkpoint.config.to_dict(),
+        "eos_ids": _eos_ids(checkpoint),
+        "tensors": layout,
+        "source": checkpoint.identity(),
+        "unused": sorted(checkpoint.unused),
+    }
+    return {
+        "format": PACK_FORMAT, "version": str(PACK_VERSION), "engine_version": fermi_engine.__version__,
+        "norm_convention": NORM_CONVENTION, "plain_norms": PLAIN_NORMS, "default_format": default_format,
+        **{key: json.dumps(value, sort_keys=True) for key, value in values.items()},
+    }
+
+
+def _eos_ids(checkpoint: Checkpoint) -> list[int]:
+    """End-of-turn ids of config, nested text_config and generation_config together."""
+    found = set(checkpoint.config.eos_token_ids)
+    path = checkpoint.files.get("generation_config.json")
+    if path:
+        fields = read_json(path)
+        try:
+            found |= eos_ids(fields)
+        except (ValueError, TypeError):
+            raise CheckpointError(f"{path}: eos_token_id is {fields['eos_token_id']!r}, expected a token id or a list; "
+                                  "fetch the file again") from None
+    return sorted(found)
+
+
+def _chunks(checkpoint: Checkpoint, name: str, assignments: Mapping[str, Assignment]) -> Iterator[np.ndarray]:
+    """Stored uint8 bytes of one tensor of the plan, in order."""
+    if name.startswith(FILE_PREFIX):
+        path = checkpoint.files[name[len(FILE_PREFIX):]]
+        try:
+            yield np.frombuffer(path.read_bytes(), np.uint8)
+        except OSError as err:
+            raise CheckpointError(f"cannot read {path}: {err.strerror}") from None
+    elif name.endswith(".experts.blob"):
+        yield from _blob_chunks(checkpoint, _layer(name), assignments)
+    elif name.endswith(CONV) or len(checkpoint.shape(name)) == 1:
+        yield _vector_bytes(checkpoint, name)
+    else:
+        rows, cols = checkpoint.shape(name)
+        format = FORMATS[assignments[name].format]
+        yield from _matrix_chunks(lambda begin, end: checkpoint.rows(name, begin, end), rows, cols, format, name)
+
+
+def _vector_bytes(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    values = checkpoint.read(name)
+    rows = values.reshape(len(values), -1) if name.endswith(CONV) else values[None]
+    _quantize(FORMATS["f32"], rows, name, 0)
+    return np.ascontiguousarray(rows.T if name.endswith(CONV) else rows, np.float32).view(np.uint8)
+
+
+def _matrix_chunks(read: Rows, rows: int, cols: int, format: Format, name: str) -> Iterator[np.ndarray]:
+    step = max(1, BLOCK_BYTES // (4 * cols * LANES)) * LANES
+    for begin in range(0, rows, step):
+        yield format.interleave(_quantize(format, read(begin, min(rows, begin + step)), name, begin))
+
+
+def _quantize(format: Format, x: np.ndarray, name: str, begin: int) -> np.ndarray:
+    try:
+        return format.quantize(x)
+    except FormatError as err:
+        raise FormatError(f"{name}: row {begin + err.row} {err.problem}") from None
+
+
+def _blob_chunks(checkpoint: Checkpoint, layer: int, assignments: Mapping[str, Assignment]) -> Iterator[np.ndarray]:
+    formats = (assignments[f"layers.{layer}{suffix}"].format for suffix in (GATE_UP, DOWN))
+    blob = _plan_blob(checkpoint, *formats)
+    for expert in range(blob.experts):
+        position = 0
+        for kind, suffix, part in (("gate_up", GATE_UP, blob.gate_up), ("down", DOWN, blob.down)):
+            yield np.zeros(part.offset - position, np.uint8)
+            label = f"layers.{layer}{suffix} of expert {expert}"
+
+            def read(begin: int, end: int, expert: int = expert, kind: str = kind) -> np.ndarray:
+                return checkpoint.expert_rows(layer, kind, expert, begin, end)
+
+            yield from _matrix_chunks(read, part.rows, part.cols, FORMATS[part.format], label)
+            position = part.offset + _stored_bytes(part)
+        yield np.zeros(blob.stride - position, np.uint8)
+
+
+def _stamps(checkpoint: Checkpoint) -> dict[str, list[int]]:
+    """Size in bytes and modification time in ns of every file a conversion reads: has the source been touched?"""
+    paths = [checkpoint.path / "config.json", *(path for path, _, _ in checkpoint.shards.values()),
+             *checkpoint.files.values()]
+    return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
+
+
+def cached_pack(
+    checkpoint_dir: str | os.PathLike[str], format: str = "q4_0", progress: Progress | None = None
+) -> Path:
+    """The pack of a checkpoint directory, converted on first use into a cache and found there afterwards.
+
+    The cache is $FERMI_CACHE, else `fermi_engine` under $XDG_CACHE_HOME or ~/.cache. Its key covers what the checkpoint
+    holds, sizes and times of its files, the format and the pack version. Where two processes ask at once, one converts
+    and the other waits for it. Raises as `convert`, and PackError where the cache cannot be written.
+    """
+    checkpoint = Checkpoint.open(checkpoint_dir)
+    key = json.dumps([checkpoint.identity(), _stamps(checkpoint), format, PACK_VERSION], sort_keys=True)
+    digest = blake2b(key.encode(), digest_size=8).hexdigest()
+    path = _cache_directory() / f"{checkpoint.path.resolve().name}-{format}-{digest}.safetensors"
+    if _opens(path):
+        return path
+    lock = _lock(path.with_suffix(".lock"))
+    try:
+        return path if _opens(path) else convert(checkpoint_dir, path, format, None, progress, overwrite=True)
+    finally:
+        os.close(lock)
+
+
+def _cache_directory() -> Path:
+    chosen = os.environ.get("FERMI_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(chosen) if chosen else Path(base) / "fermi_engine"
+
+
+def _opens(path: Path) -> bool:
+    try:
+        Pack.open(path).close()
+    except PackError:
+        return False
+    return True
+
+
+def _lock(path: Path) -> int:
+    """Wait for the lock on `path`; it dies with the process, so a killed conversion leaves no stale one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    except OSError as err:
+        raise PackError(f"cannot use the cache directory {path.parent}: {err.strerror}; set FERMI_CACHE to a directory "
+                        "you can write to, or convert the checkpoint to a pack first") from None
+    return fd

@@ -1,0 +1,121 @@
+"""Engine: a loaded, immutable model. Sessions run on it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fermi_engine import kernels
+from fermi_engine.config import EngineConfig, ModelConfig
+from fermi_engine.errors import ConfigError, RequestError
+from fermi_engine.formats import FORMATS
+
+if TYPE_CHECKING:
+    from fermi_engine.generate import Piece
+    from fermi_engine.pack import Pack
+    from fermi_engine.sampling import SamplingParams
+    from fermi_engine.session import Session
+    from fermi_engine.tokenizer import Tokenizer
+
+
+class Engine:
+    """A pack bound to kernels. `decoder` is the model; `options` how it runs."""
+
+    def __init__(self, pack: Pack, options: EngineConfig) -> None:
+        from fermi_engine.model.decoder import Decoder
+
+        self.pack, self.options = pack, options
+        self.config: ModelConfig = pack.config
+        self.kernels = kernels.get(options.backend, options.threads)
+        self.decoder = Decoder(pack, self.kernels, options.activations)
+
+    @classmethod
+    def load(cls, path: str | Path, format: str | None = None, backend: str | None = None, threads: int | None = None,
+             config: EngineConfig | None = None, progress: Callable[[int, int, str], None] | None = None) -> Engine:
+        """Load a pack, or a checkpoint directory (converted once into a cache).
+
+        format: 'q4_0' (default), 'q8_0' or 'f32' for a directory; for a pack it must be absent or the pack's own.
+        backend, threads: shorthands for the fields of `config`. progress(done_bytes, total_bytes, tensor): conversion.
+        Raises PackError, CheckpointError, FormatError, ConfigError, BackendError.
+        """
+        options = config or EngineConfig()
+        changes = {name: value for name, value in (("backend", backend), ("threads", threads)) if value is not None}
+        options = dataclasses.replace(options, **changes)
+        if format is not None and format not in FORMATS:
+            raise ConfigError(f"unknown format {format!r}; choose from {', '.join(FORMATS)}")
+        kernels.get(options.backend, options.threads)  # an impossible backend fails before minutes of conversion
+        return cls(_open_pack(Path(path), format, progress), options)
+
+    @property
+    def pack_hash(self) -> str:
+        """Seal of the pack: what ties a snapshot to its model."""
+        return self.pack.hash
+
+    @property
+    def context(self) -> int:
+        """Most tokens a session accepts."""
+        return self.options.ctx_size or self.config.max_position_embeddings
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises TokenizerError when the pack carries none."""
+        from fermi_engine.tokenizer import Tokenizer
+
+        return Tokenizer.from_bytes(self.pack.files(), self.config.vocab_size)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether text goes in and out; token ids always do."""
+        return "tokenizer.json" in self.pack.files()
+
+    @cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """End-of-turn ids: the union of config, nested text_config, generation_config and tokenizer."""
+        ids = set(self.pack.eos_ids)
+        if self.has_tokenizer:
+            ids |= self.tokenizer.eos_ids()
+        return frozenset(ids)
+
+    def session(self) -> Session:
+        """A new timeline, empty."""
+        from fermi_engine.session import Session
+
+        return Session(self)
+
+    def generate(self, ids: Sequence[int], params: SamplingParams | None = None, stop: Sequence[str] = (), *,
+                 session: Session | None = None, reasoning_open: bool = False,
+                 cancelled: Callable[[], bool] | None = None) -> Iterator[Piece]:
+        """Stream the continuation of `ids`, one Piece a token; the generator returns a Finish record.
+
+        session: continue this one (its tokens come before `ids`); else a new one. reasoning_open: the prompt ends inside
+        an open <think>. Raises RequestError for prompts and settings that cannot be served, before any work.
+        """
+        from fermi_engine import generate
+        from fermi_engine.sampling import SamplingParams
+
+        timeline = session or self.session()
+        room = self.context - timeline.position
+        if len(ids) > room:
+            raise RequestError(f"{timeline.position + len(ids)} tokens exceed the context of {self.context}; "
+                               "shorten the prompt or raise --ctx-size")
+        return generate.stream(
+            timeline, ids, params or SamplingParams(), eos_ids=self.eos_ids, context=room,
+            tokenizer=self.tokenizer if self.has_tokenizer else None, stop=stop, reasoning_open=reasoning_open,
+            cancelled=cancelled, exp=self.kernels.exp_f32)
+
+
+def _open_pack(path: Path, format: str | None, progress: Callable[[int, int, str], None] | None) -> Pack:
+    from fermi_engine.pack import Pack
+
+    if path.is_dir():
+        from fermi_engine.convert import cached_pack
+
+        return Pack.open(cached_pack(path, format or "q4_0", progress=progress))
+    pack = Pack.open(path)
+    if format is not None and pack.default_format != format:
+        raise ConfigError(f"{path} is a {pack.default_format} pack; format={format!r} was asked for: "
+                          "convert the checkpoint again with --format, or leave the format out")
+    return pack

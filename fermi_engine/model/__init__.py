@@ -1,0 +1,1 @@
+"""Layer maths over kernels. Knows layers and weights, opens no files."""

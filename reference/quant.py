@@ -1,0 +1,203 @@
+"""Block quantisation: ggml's q4_0 and q8_0 weights, 8-bit activations, and their integer dot product.
+
+A block is 32 consecutive elements of a row with one scale. Weight scales are float16, activation scales
+float32. Source of the weight formats: ggml's quantize_row_q4_0_ref and quantize_row_q8_0_ref. All quantisers
+calculate in float32 whatever comes in, because their codes are defined by float32 rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+SMALLEST_NORMAL = 2.0**-126
+SMALLEST_ACTIVATION = 2.0**-110
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """[rows, n] -> float32 [rows, n/32, 32]. Raises ValueError where n is no multiple of 32."""
+    rows, n = x.shape
+    if n % BLOCK:
+        raise ValueError(f"row length {n} is not a multiple of the block size {BLOCK}")
+    return x.to(torch.float32).reshape(rows, n // BLOCK, BLOCK)
+
+
+def _quotient(numerator: float, x: Tensor) -> Tensor:
+    """numerator / x, rounded once: torch's `number / tensor` is reciprocal() times number, which rounds twice."""
+    return torch.full_like(x, numerator) / x
+
+
+def _half_scale(d: Tensor) -> Tensor:
+    """float32 scales -> float16. Raises ValueError naming the first row whose scale is infinite or NaN."""
+    half = d.to(torch.float16)
+    bad = (~torch.isfinite(half)).nonzero()
+    if len(bad):
+        row, block = bad[0].tolist()
+        raise ValueError(f"row {row}, block {block}: scale {d[row, block].item()} is not finite in float16")
+    return half
+
+
+def quantize_q4_0(x: Tensor) -> tuple[Tensor, Tensor]:
+    """f32 [rows, n] -> codes uint8 [rows, n/32, 32] in 0..15, d float16 [rows, n/32].
+
+    d = m / -8 with m the first element of largest magnitude, sign included; code = trunc(x * (1/d) + 8.5)
+    with the unrounded 1/d, at most 15. Blocks with |d| < 2**-126 become the zero block: d = -0.0, every code
+    8. Raises ValueError for a row length off the block size and for scales that float16 cannot hold.
+    """
+    blocks = _blocks(x)
+    first_largest = blocks.abs().argmax(dim=-1, keepdim=True)
+    d = blocks.gather(-1, first_largest) / -8.0
+    zero = d.abs() < SMALLEST_NORMAL
+    inverse = torch.where(zero, 0.0, _quotient(1.0, d))
+    d = torch.where(zero, -0.0, d)
+    codes = torch.trunc(blocks * inverse + 8.5).clamp(0, 15)
+    half = _half_scale(d.squeeze(-1))
+    return codes.to(torch.uint8), half
+
+
+def dequantize_q4_0(codes: Tensor, d: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """codes uint8 [rows, nb, 32], d float16 [rows, nb] -> (codes - 8) * d as dtype [rows, nb*32]."""
+    return ((codes.to(dtype) - 8) * d.to(dtype).unsqueeze(-1)).flatten(1)
+
+
+def quantize_q8_0_weight(x: Tensor) -> tuple[Tensor, Tensor]:
+    """f32 [rows, n] -> codes int8 [rows, n/32, 32], d float16 [rows, n/32].
+
+    d = max|x| / 127; code = x * (1/d) with the unrounded 1/d, rounded to nearest, halves away from zero.
+    Blocks with d < 2**-126 become zeros (d = +0.0). Raises ValueError as quantize_q4_0 does.
+    """
+    blocks = _blocks(x)
+    amax = blocks.abs().amax(dim=-1, keepdim=True)
+    d = amax / torch.full_like(amax, 127.0)
+    zero = d < SMALLEST_NORMAL
+    inverse = torch.where(zero, 0.0, _quotient(1.0, d))
+    half = _half_scale(torch.where(zero, 0.0, d).squeeze(-1))
+    return _round_half_away(blocks * inverse).to(torch.int8), half
+
+
+def _round_half_away(x: Tensor) -> Tensor:
+    whole = x.abs().floor()
+    return torch.sign(x) * (whole + (x.abs() - whole >= 0.5))
+
+
+def dequantize_q8_0(codes: Tensor, d: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """codes int8 [rows, nb, 32], d float16 [rows, nb] -> codes * d as dtype [rows, nb*32]."""
+    return (codes.to(dtype) * d.to(dtype).unsqueeze(-1)).flatten(1)
+
+
+def _scale_bytes(d: Tensor) -> Tensor:
+    """float16 [rows, nb] -> its two little-endian bytes, uint8 [rows, nb, 2]."""
+    return d.contiguous().view(torch.uint8).reshape(*d.shape, 2)
+
+
+def pack_q4_0(codes: Tensor, d: Tensor) -> Tensor:
+    """-> uint8 [rows, nb*18]: per block d, then 16 bytes; byte i holds element i (low nibble) and i+16
+    (high)."""
+    nibbles = codes[..., :16] | (codes[..., 16:] << 4)
+    return torch.cat([_scale_bytes(d), nibbles], dim=-1).flatten(1)
+
+
+def unpack_q4_0(data: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse of pack_q4_0: uint8 [rows, nb*18] -> (codes uint8 [rows, nb, 32], d float16 [rows, nb])."""
+    blocks = data.reshape(data.shape[0], -1, 18)
+    d = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1)
+    nibbles = blocks[..., 2:]
+    return torch.cat([nibbles & 15, nibbles >> 4], dim=-1), d
+
+
+def pack_q8_0(codes: Tensor, d: Tensor) -> Tensor:
+    """-> uint8 [rows, nb*34]: per block d, then 32 signed codes."""
+    return torch.cat([_scale_bytes(d), codes.view(torch.uint8)], dim=-1).flatten(1)
+
+
+def unpack_q8_0(data: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse of pack_q8_0: uint8 [rows, nb*34] -> (codes int8 [rows, nb, 32], d float16 [rows, nb])."""
+    blocks = data.reshape(data.shape[0], -1, 34)
+    d = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1)
+    return blocks[..., 2:].contiguous().view(torch.int8), d
+
+
+def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, n] -> codes int8 [T, n] in -127..127, d float32 [T, n/32]; float32 arithmetic whatever the input
+    dtype.
+
+    d = max|x| / 127; code = round_half_to_even(x * id) with id = 127 / max|x| in float32. A block whose
+    max|x| is under 2**-110 is all zeros (d = 0): there 127 / max|x| nears overflow.
+    """
+    blocks = _blocks(x)
+    amax = blocks.abs().amax(dim=-1, keepdim=True)
+    zero = amax < SMALLEST_ACTIVATION
+    d = torch.where(zero, 0.0, amax / torch.full_like(amax, 127.0))
+    inverse = torch.where(zero, 0.0, _quotient(127.0, amax))
+    codes = torch.round(blocks * inverse)
+    return codes.to(torch.int8).flatten(1), d.squeeze(-1)
+
+
+def _block_sums(wcodes: Tensor, acodes: Tensor) -> Tensor:
+    """Signed wcodes [rows, nb, 32] and acodes [T, nb*32] -> exact int32 [T, rows, nb]."""
+    activations = acodes.to(torch.int32).reshape(acodes.shape[0], -1, BLOCK)
+    return torch.einsum("rbi,tbi->trb", wcodes.to(torch.int32), activations)
+
+
+def _scaled(sums: Tensor, wd: Tensor, ad: Tensor, dtype: torch.dtype) -> Tensor:
+    """sum over blocks of sums * (wd * ad): int32 [T, rows, nb] -> dtype [T, rows]."""
+    return (sums.to(dtype) * (wd.to(dtype) * ad.to(dtype).unsqueeze(1))).sum(-1)
+
+
+def dot_q4_0_q8_0(wcodes: Tensor, wd: Tensor, acodes: Tensor, ad: Tensor) -> tuple[Tensor, Tensor]:
+    """q4_0 weights (codes uint8 [rows, nb, 32], wd float16 [rows, nb]) times activations (int8 [T, n], ad f32
+    [T, nb]).
+
+    -> (block sums of (code - 8) * activation, exact int32 [T, rows, nb]; their scaled sum, float64 [T,
+    rows]).
+    """
+    sums = _block_sums(wcodes.to(torch.int32) - 8, acodes)
+    return sums, _scaled(sums, wd, ad, torch.float64)
+
+
+def dot_q8_0_q8_0(wcodes: Tensor, wd: Tensor, acodes: Tensor, ad: Tensor) -> tuple[Tensor, Tensor]:
+    """q8_0 weights (codes int8 [rows, nb, 32], wd float16 [rows, nb]); otherwise as dot_q4_0_q8_0."""
+    sums = _block_sums(wcodes, acodes)
+    return sums, _scaled(sums, wd, ad, torch.float64)
+
+
+class QuantMatrix:
+    """A quantised weight [rows, n]: codes [rows, n/32, 32], d float16 [rows, n/32], kind 'q4_0' or 'q8_0'."""
+
+    def __init__(self, codes: Tensor, d: Tensor, kind: str) -> None:
+        if kind not in ("q4_0", "q8_0"):
+            raise ValueError(f"unknown weight format {kind!r}; expected 'q4_0' or 'q8_0'")
+        self.codes, self.d, self.kind = codes, d, kind
+
+    @classmethod
+    def quantize(cls, x: Tensor, kind: str) -> QuantMatrix:
+        """f32 [rows, n] -> QuantMatrix. Raises ValueError as the quantisers do."""
+        return cls(*(quantize_q4_0(x) if kind == "q4_0" else quantize_q8_0_weight(x)), kind)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, n) of the matrix it stands for."""
+        return self.codes.shape[0], self.codes.shape[1] * BLOCK
+
+    def rows(self, ids: Tensor) -> QuantMatrix:
+        """The rows ids [T] as a QuantMatrix [T, n]."""
+        return QuantMatrix(self.codes[ids], self.d[ids], self.kind)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """-> dtype [rows, n]."""
+        return (dequantize_q4_0 if self.kind == "q4_0" else dequantize_q8_0)(self.codes, self.d, dtype)
+
+
+def linear(x: Tensor, w: Tensor | QuantMatrix) -> Tensor:
+    """x [T, n] times w [rows, n] transposed -> x.dtype [T, rows].
+
+    A QuantMatrix quantises x to 8 bits first, multiplies integers exactly, and adds the scaled blocks in
+    x.dtype.
+    """
+    if isinstance(w, Tensor):
+        return x @ w.T
+    acodes, ad = quantize_activation(x)
+    dot = dot_q4_0_q8_0 if w.kind == "q4_0" else dot_q8_0_q8_0
+    sums, _ = dot(w.codes, w.d, acodes, ad)
+    return _scaled(sums, w.d, ad, x.dtype)

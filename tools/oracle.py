@@ -1,0 +1,51 @@
+"""The reference over an engine's own weights: what a pack holds, handed to reference/ value for value."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from fermi_engine.formats import Matrix
+from fermi_engine.pack import Pack
+from reference.decoder import Decoder
+from reference.quant import QuantMatrix, unpack_q4_0, unpack_q8_0
+
+
+def decoder(pack: Pack, activations: str = "q8_0", dtype: torch.dtype = torch.float64) -> Decoder:
+    """reference.decoder.Decoder over the pack's stored values.
+
+    activations 'q8_0': quantised matrices stay quantised (integer dots); 'f32': they are dequantised first, exactly.
+    """
+    return Decoder(pack.config, params(pack, activations)).to(dtype)
+
+
+def params(pack: Pack, activations: str) -> dict[str, object]:
+    """Canonical name -> float32 tensor or QuantMatrix, for every weight in the pack."""
+    c = pack.config
+    found: dict[str, object] = {}
+    for name in weight_names(pack):
+        if name.endswith("conv1d.weight"):
+            found[name] = torch.from_numpy(np.ascontiguousarray(pack.vector(name).T)).unsqueeze(1)
+        elif name in pack.matrix_names:
+            found[name] = weight(pack.matrix(name), activations)
+        else:
+            found[name] = torch.from_numpy(np.array(pack.vector(name)))
+    for layer in range(c.num_hidden_layers if c.num_experts else 0):
+        pairs = [pack.expert(layer, e) for e in range(c.num_experts)]
+        for part, which in (("gate_up_proj", 0), ("down_proj", 1)):
+            found[f"layers.{layer}.mlp.experts.{part}"] = [weight(pair[which], activations) for pair in pairs]
+    return found
+
+
+def weight_names(pack: Pack) -> list[str]:
+    """Names of vectors and matrices, without experts and bookkeeping."""
+    return [name for name in pack.names if not name.startswith("_") and not name.endswith("experts.blob")]
+
+
+def weight(matrix: Matrix, activations: str) -> torch.Tensor | QuantMatrix:
+    """A stored matrix as the reference takes it."""
+    if activations == "q8_0" and matrix.format in ("q4_0", "q8_0"):
+        plain = torch.from_numpy(np.array(matrix.plain()))
+        unpack = unpack_q4_0 if matrix.format == "q4_0" else unpack_q8_0
+        return QuantMatrix(*unpack(plain), matrix.format)
+    return torch.from_numpy(np.array(matrix.dequantize()))
