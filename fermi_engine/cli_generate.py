@@ -155,7 +155,7 @@ class _Writer:
     """Puts a stream on stdout as it comes, and remembers the answer and the reasoning."""
 
     def __init__(self, show_reasoning: bool) -> None:
-        self._show_reasoning = show_reasoning
+        self.show_reasoning = show_reasoning
         self.answer = self.reasoning = ""
 
     def write(self, stream: Stream, as_ids: bool) -> Finish:
@@ -181,7 +181,7 @@ class _Writer:
     def _text(self, piece: Piece) -> str:
         self.answer += piece.text
         self.reasoning += piece.reasoning
-        if not self._show_reasoning:
+        if not self.show_reasoning:
             return piece.text
         text = ""
         if piece.reasoning and not self._is_open:
@@ -220,14 +220,20 @@ def _lines(prompted: bool) -> Iterator[str]:
     report.note("/reset forgets the conversation, /quit ends it")
     with suppress(EOFError):
         while True:
-            yield input("> ")
+            try:
+                line = input("> ")
+            except KeyboardInterrupt:
+                print()  # what is said next begins a line of its own
+                raise
+            yield line
 
 
 def _note_finish(finish: Finish, writer: _Writer) -> None:
     """Say why there is no answer, where all tokens went into reasoning that was not shown."""
-    if writer.reasoning and not writer.answer and finish.reason in ("length", "context"):
-        report.note(f"no answer: all {finish.completion_tokens} tokens went into reasoning; raise --max-tokens, "
-                    "or use --no-think, or see it with --show-reasoning")
+    if writer.reasoning and not (writer.answer or writer.show_reasoning):
+        longer = ", or raise --max-tokens" if finish.reason == "length" else ""
+        report.note(f"no answer: all {finish.completion_tokens} tokens went into reasoning (finish: {finish.reason}); "
+                    f"see it with --show-reasoning, or use --no-think{longer}")
 
 
 def _timing(timeline: Timeline, finish: Finish, total_s: float) -> str:

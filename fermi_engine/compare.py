@@ -112,20 +112,20 @@ class Rounding(Rule):
 
 
 class TwiceReference(Rule):
-    """max |error| <= max(2 * torch's own, steps * u * max |reference|).
+    """max |error| <= max(2 * torch's own, steps * u * size).
 
     bounds[name], a scalar: the largest error torch makes in float32 on the same inputs. steps: roundings an element
     goes through by itself, sums left out, since theirs cancel on average; with few elements torch may be lucky, and
-    nobody can be held to luck.
+    nobody can be held to luck. size: max |reference|, or where terms may cancel `size(inputs)`, if that is larger.
     """
 
-    def __init__(self, steps: Count) -> None:
-        self.steps = steps
+    def __init__(self, steps: Count, size: Count | None = None) -> None:
+        self.steps, self.size = steps, size
 
     def one(self, name: str, got: np.ndarray, case: Case) -> Verdict:
         truth = case.outputs[name]
-        step = max(U * np.abs(saturated(truth)).max(initial=0.0), UNDERFLOW)
-        limit = max(2 * float(case.bounds[name]), _count(self.steps, case) * step)
+        size = np.abs(saturated(truth)).max(initial=0.0 if self.size is None else _count(self.size, case))
+        limit = max(2 * float(case.bounds[name]), _count(self.steps, case) * max(U * size, UNDERFLOW))
         return _worst("error", name, distance(got, truth), limit)
 
 

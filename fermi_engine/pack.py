@@ -143,6 +143,11 @@ class Pack:
         """Names of all weights in file order: matrices, vectors and expert blobs."""
         return tuple(name for name in self._entries if not name.startswith((PAD_PREFIX, FILE_PREFIX, SEAL)))
 
+    @property
+    def matrix_names(self) -> tuple[str, ...]:
+        """Those of `names` that `matrix` serves: stored matrices in whatever format, expert blobs not among them."""
+        return tuple(name for name in self.names if isinstance(self._layout.get(name), Part))
+
     def files(self) -> dict[str, bytes]:
         """The checkpoint's tokenizer and generation files, by file name."""
         return {name[len(FILE_PREFIX):]: self._bytes(name).tobytes()

@@ -82,12 +82,12 @@ class Tokenizer:
     def shield(self, texts: list[str]) -> list[str]:
         """Mark every control token spelt out in `texts`, read end to end, so that `encode_shielded` keeps it text.
 
-        A token cut across two texts is marked as well. Marks already present are dropped: they could be forged.
+        A token cut across two texts is marked as well. Marks already in the text do no harm: they can only keep more
+        of it text, and `encode_shielded` drops them.
         """
-        clean = [text.replace(SHIELD, "") for text in texts]
-        spots = {match.start() + 1 for match in self._control.finditer("".join(clean))}
+        spots = {match.start() + 1 for match in self._control.finditer("".join(texts))}
         shielded, start = [], 0
-        for text in clean:
+        for text in texts:
             cuts = [0, *sorted(s - start for s in spots if start < s <= start + len(text)), len(text)]
             shielded.append(SHIELD.join(text[a:b] for a, b in pairwise(cuts)))
             start += len(text)

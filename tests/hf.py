@@ -32,7 +32,8 @@ def _text_fields(moe: bool, value_head_ratio: int, tied: bool) -> dict:
     return ffn | {
         "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2 * value_head_ratio, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+        "linear_num_value_heads": 2 * value_head_ratio, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
         "linear_conv_kernel_dim": 4, "max_position_embeddings": 4096, "tie_word_embeddings": tied,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
                             "mrope_section": [2, 1, 1], "mrope_interleaved": True},
@@ -53,8 +54,8 @@ def build(
     family = "Qwen3_5Moe" if moe else "Qwen3_5"
     fields = _text_fields(moe, value_head_ratio, tied)
     if wrapped:
-        vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
-                  "num_position_embeddings": 16}
+        vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
+                  "out_hidden_size": 64, "num_position_embeddings": 16}
         config = getattr(transformers, f"{family}Config")(
             text_config=fields, vision_config=vision, tie_word_embeddings=tied)
     else:
@@ -149,8 +150,8 @@ def greedy(model: PreTrainedModel, ids: list[int], n: int) -> list[int]:
     """The n ids that transformers' own cached greedy generation appends."""
     prompt = torch.tensor([ids])
     with torch.no_grad():
-        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=n,
-                             min_new_tokens=n, pad_token_id=0)
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
+                             max_new_tokens=n, min_new_tokens=n, pad_token_id=0)
     return out[0, len(ids):].tolist()
 
 

@@ -37,9 +37,9 @@ FACTOR = 2.0  # an engine may err twice as much as the worst of those runs
 
 
 class Collected(dict):
-    """A trace that keeps what it is told, as float64 or integers."""
+    """Named tensors of a run, as float64 or integers; `note` is its trace."""
 
-    def __call__(self, name: str, value: torch.Tensor) -> None:
+    def note(self, name: str, value: torch.Tensor) -> None:
         self[name] = value.detach().double().numpy() if value.is_floating_point() else value.numpy()
 
 
@@ -78,14 +78,14 @@ def _one_ulp(x: torch.Tensor, generator: np.random.Generator) -> torch.Tensor:
 def _layer(model: Decoder, i: int, x: torch.Tensor, positions: torch.Tensor) -> Collected:
     trace = Collected()
     with torch.no_grad():
-        model.forward_layer(i, x.to(model.dtype), model.initial_state()[i], *model.rope_tables(positions), trace)
+        model.forward_layer(i, x.to(model.dtype), model.initial_state()[i], *model.rope_tables(positions), trace.note)
     return trace
 
 
 def _head(model: Decoder, x: torch.Tensor) -> Collected:
     trace = Collected()
     with torch.no_grad():
-        model.head(x.to(model.dtype), trace)
+        model.head(x.to(model.dtype), trace.note)
     return trace
 
 

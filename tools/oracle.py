@@ -33,7 +33,9 @@ def params(pack: Pack, activations: str) -> dict[str, object]:
     for layer in range(c.num_hidden_layers if c.num_experts else 0):
         pairs = [pack.expert(layer, e) for e in range(c.num_experts)]
         for part, which in (("gate_up_proj", 0), ("down_proj", 1)):
-            found[f"layers.{layer}.mlp.experts.{part}"] = [weight(pair[which], activations) for pair in pairs]
+            experts = [weight(pair[which], activations) for pair in pairs]
+            plain = isinstance(experts[0], torch.Tensor)
+            found[f"layers.{layer}.mlp.experts.{part}"] = torch.stack(experts) if plain else experts
     return found
 
 

@@ -1,0 +1,102 @@
+"""`fermi-engine verify`: what this machine computes against stored results of the reference, or a dump of one model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fermi_engine import report
+from fermi_engine.kernels import dispatch
+
+STAGE_COLUMNS = ("stage", "backend", "metric", "value", "limit", "ratio", "verdict")
+LAYER_TITLE = "fed: largest error of a layer that gets the dump's input; free: of a run left to itself"
+LAYER_COLUMNS = ("tensor", "fed", "free", "limit", "ratio", "skipped", "verdict")
+
+
+def stages(backend: str | None, names: Sequence[str], as_json: bool) -> bool:
+    """Replay stored results on `backend`, or on every backend of this CPU; True when all passed. Raises FermiError."""
+    from fermi_engine import verify
+
+    rows = []
+    for each in _backends(backend):
+        with report.progress(f"verifying {each}", "results") as progress:
+            rows += verify.replay(each, list(names) or None, progress)
+    first = first_divergence(rows)
+    if as_json:
+        report.json_document({"passed": first is None, "first_divergence": first and first.stage,
+                              "rows": [{name: getattr(row, name) for name in STAGE_COLUMNS} for row in rows]})
+    else:
+        drawn = [(row.stage, row.backend, row.metric, *map(_number, (row.value, row.limit, row.ratio)),
+                  *_verdict(row.passed)) for row in rows]
+        report.table("", STAGE_COLUMNS, drawn, right=("value", "limit", "ratio"))
+    if first is not None:
+        report.note(f"first stage that diverges: {first.stage} on {first.backend}: {first.metric} "
+                    f"{_number(first.value)}, limit {_number(first.limit)}")
+    elif not as_json:
+        print(f"all {len(rows)} checks passed")
+    return first is None
+
+
+def first_divergence(rows: Sequence[Any]) -> Any | None:
+    """The failed row that comes first in the order of the stages, whichever backend it is of; None when all passed."""
+    order = list(dict.fromkeys(row.stage for row in rows))
+    return min((row for row in rows if not row.passed), key=lambda row: order.index(row.stage), default=None)
+
+
+def against(model: Path, dump: Path, backend: str | None, activations: str, threads: int | None, as_json: bool) -> bool:
+    """Compare a whole forward with a dump, layer by layer; True when every tensor is within its limit."""
+    from fermi_engine.against import against as compare
+    from fermi_engine.against import first_failure
+    from fermi_engine.config import EngineConfig
+    from fermi_engine.engine import Engine
+
+    options = EngineConfig(activations=activations, backend=backend, threads=threads)
+    with report.progress("converting") as progress:
+        engine = Engine.load(model, config=options, progress=progress)
+    rows = compare(engine, dump)
+    first = first_failure(rows)
+    if as_json:
+        report.json_document({"passed": first is None, "first_divergence": first and first.tensor,
+                              "rows": [{**dataclasses.asdict(row), "passed": row.passed} for row in rows]})
+    else:
+        drawn = [(row.tensor, *map(_number, (row.fed, row.free, row.limit, _ratio(row))), row.skipped,
+                  *_verdict(row.passed)) for row in rows]
+        report.table(LAYER_TITLE, LAYER_COLUMNS, drawn, right=LAYER_COLUMNS[1:-1])
+    if first is not None:
+        report.note(f"first tensor over its limit: {_place(first.tensor)}: error {_number(first.fed)}, "
+                    f"limit {_number(first.limit)}")
+    elif not as_json:
+        print(f"all {len(rows)} tensors within their limits")
+    return first is None
+
+
+def _backends(backend: str | None) -> list[str]:
+    forced = backend or os.environ.get("FERMI_BACKEND") or None
+    if forced is None:
+        return dispatch.supported()
+    dispatch.table(forced)  # an unknown or unusable one is refused here
+    return [forced]
+
+
+def _place(tensor: str) -> str:
+    layer = tensor.split(".")[1] if tensor.startswith("layers.") else None
+    return tensor if layer is None else f"layer {layer}, {tensor}"
+
+
+def _ratio(row: Any) -> float:
+    return row.fed / row.limit if row.limit else 0.0 if row.fed == 0 else float("inf")
+
+
+def _number(value: float) -> str:
+    """A count as it is, a measurement with three digits."""
+    whole = math.isfinite(value) and value == int(value) and abs(value) < 1e6
+    return str(int(value)) if whole else f"{value:.3g}"
+
+
+def _verdict(passed: bool) -> tuple[str, str]:
+    """The word, and the style of its row."""
+    return ("pass", "") if passed else ("FAIL", "bold red")

@@ -1,0 +1,401 @@
+"""THE STAGE TABLE, test half: reference, inputs and golden of each row of fermi_engine/stages.py.
+
+A reference is a function of (inputs as tensors, dtype), built from reference/. In float64 it is the truth; what it gives in
+float32, against that, is the error torch makes. Sums that kernels.h specifies as single IEEE operations are done in float32
+in both (marked so), since there is nothing to err about.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fermi_engine.compare import Arrays, Case
+from reference import attention, moe, norms, quant, rope
+from reference import gated_delta_rule as gdn
+from tests import strategies as draw
+from tests.strategies import EDGES, Draws, edges, few, lengths
+
+Tensors = dict[str, Tensor]
+Reference = Callable[[Tensors, torch.dtype], Tensors]
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """One row. `golden` is the structure of the golden's inputs; `structure` what Hypothesis draws in its place.
+
+    bounds(inputs) gives bounds by output name; an output of dtype float64 without one gets torch's largest float32
+    error. `usable` refuses inputs on which a correct engine may differ (a router that hardly prefers one expert).
+    """
+
+    build: Callable[..., Arrays]
+    structure: Mapping[str, st.SearchStrategy[Any]]
+    golden: Mapping[str, Any]
+    reference: Reference
+    bounds: Callable[[Tensors], Arrays] = field(default=lambda a: {})
+    usable: Callable[[Tensors], bool] = field(default=lambda a: True)
+
+    def inputs(self, seed: int, **structure: Any) -> Arrays:
+        """Arrays by name for a structure."""
+        return self.build(Draws(seed), **structure)
+
+    def case(self, inputs: Arrays) -> Case:
+        """The reference's outputs and bounds for these inputs."""
+        outputs = self.run(inputs, torch.float64)
+        bounds = self.bounds(tensors(inputs))
+        unbounded = [name for name, value in outputs.items() if value.dtype == np.float64 and name not in bounds]
+        if unbounded:
+            single = self.run(inputs, torch.float32)
+            bounds |= {name: np.array(largest(single[name], outputs[name])) for name in unbounded}
+        return Case(inputs, outputs, bounds)
+
+    def errors(self, case: Case) -> dict[str, float]:
+        """Per output that is not exact, torch's largest float32 error."""
+        single = self.run(case.inputs, torch.float32)
+        return {name: largest(single[name], truth) for name, truth in case.outputs.items() if truth.dtype == np.float64}
+
+    def run(self, inputs: Arrays, dtype: torch.dtype) -> Arrays:
+        """The reference in `dtype`."""
+        with torch.no_grad():
+            outputs = self.reference(tensors(inputs), dtype)
+        return {name: np.ascontiguousarray(value.numpy()) for name, value in outputs.items()}
+
+
+def tensors(arrays: Arrays) -> Tensors:
+    """Copies, because torch wants memory it may write to."""
+    return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+
+
+def largest(got: np.ndarray, truth: np.ndarray) -> float:
+    """Largest |got - truth| where both are finite."""
+    with np.errstate(invalid="ignore"):
+        error = np.abs(got.astype(np.float64) - truth)
+    return float(error[np.isfinite(error)].max(initial=0.0))
+
+
+def floats(a: Tensors, dtype: torch.dtype, *names: str) -> list[Tensor]:
+    return [a[name].to(dtype) for name in names]
+
+
+# exp(-x) overflows above 88.7 and the logistic becomes 0, as if x e^-x were 0: an error of at most 89 * 2^-128, which one
+# rounding (u = 2^-24) of this magnitude covers.
+FLUSH = 2.0**-97
+
+
+def _flush(truth: Tensor, factor: Tensor) -> np.ndarray:
+    return (truth.abs() + factor.abs() * FLUSH).numpy()
+
+
+# Elementwise
+
+
+def _map(function: Callable[[Tensor], Tensor]) -> Reference:
+    return lambda a, dtype: {"y": function(a["x"].to(dtype))}
+
+
+def _maps(function: Callable[[Tensor], Tensor], reach: float) -> Oracle:
+    kinds = st.sampled_from(("bits", "range", "powers"))
+    return Oracle(draw.floats, {"count": st.integers(1, 700), "kind": kinds, "reach": st.sampled_from((1.0, 20.0, reach))},
+                  {"count": 1999, "kind": "bits", "reach": reach}, _map(function))
+
+
+def _silu_times(a: Tensors, dtype: torch.dtype) -> Tensors:
+    gate, up = a["gate_up"].to(dtype).chunk(2, dim=-1)
+    return {"y": torch.nn.functional.silu(gate) * up}
+
+
+def _silu_bound(a: Tensors) -> Arrays:
+    up = a["gate_up"].double().chunk(2, dim=-1)[1]
+    return {"y": _flush(_silu_times(a, torch.float64)["y"], up)}
+
+
+def _times_logistic(a: Tensors, dtype: torch.dtype) -> Tensors:
+    x, gate = floats(a, dtype, "x", "gate")
+    first = int(a["column"])
+    return {"y": x * torch.sigmoid(gate[:, first : first + x.shape[1]])}
+
+
+# Quantisation and matrices
+
+_PACK = {"q4_0": (quant.quantize_q4_0, quant.pack_q4_0, quant.unpack_q4_0, quant.dequantize_q4_0),
+         "q8_0": (quant.quantize_q8_0_weight, quant.pack_q8_0, quant.unpack_q8_0, quant.dequantize_q8_0)}
+
+
+def _quantize(format: str) -> Reference:
+    quantize, pack, _, dequantize = _PACK[format]
+
+    def reference(a: Tensors, dtype: torch.dtype) -> Tensors:
+        codes, d = quantize(a["x"])
+        return {"bytes": pack(codes, d), "values": dequantize(codes, d)}
+    return reference
+
+
+def _quantize_f16(a: Tensors, dtype: torch.dtype) -> Tensors:
+    half = a["x"].to(torch.float16)
+    return {"bytes": half.view(torch.uint8), "values": half.float()}
+
+
+def _dequantize(format: str) -> Reference:
+    def reference(a: Tensors, dtype: torch.dtype) -> Tensors:
+        rows = a["w"].view(torch.float16).float() if format == "f16" else _PACK[format][3](*_PACK[format][2](a["w"]))
+        return {"rows": rows[int(a["first"]) :], "picked": rows[a["ids"].long()]}
+    return reference
+
+
+def _activation_blocks(a: Tensors, dtype: torch.dtype) -> Tensors:
+    codes, d = quant.quantize_activation(a["x"])
+    return {"codes": codes, "d": d, "sums": codes.unflatten(1, (-1, 32)).sum(-1, dtype=torch.int32)}
+
+
+def _product(format: str) -> Reference:
+    dot = quant.dot_q4_0_q8_0 if format == "q4_0" else quant.dot_q8_0_q8_0
+
+    def reference(a: Tensors, dtype: torch.dtype) -> Tensors:
+        codes, d = _PACK[format][2](a["w"])
+        isums, y = dot(codes, d, a["codes"], a["d"])
+        return {"isums": isums, "y": y if dtype == torch.float64 else _scaled(isums, d, a["d"], dtype)}
+    return reference
+
+
+def _scaled(isums: Tensor, wd: Tensor, ad: Tensor, dtype: torch.dtype) -> Tensor:
+    return (isums.to(dtype) * (wd.to(dtype) * ad.to(dtype)[:, None])).sum(-1)
+
+
+def _product_bound(format: str) -> Callable[[Tensors], Arrays]:
+    def bounds(a: Tensors) -> Arrays:
+        codes, d = _PACK[format][2](a["w"])
+        isums = _product(format)(a, torch.float64)["isums"]
+        return {"y": _scaled(isums.abs(), d.abs(), a["d"], torch.float64).numpy()}
+    return bounds
+
+
+def _products(format: str, single: bool) -> Oracle:
+    sizes = {"rows": st.sampled_from((1, 7, 8, 9)) | st.integers(1, 40), "blocks": st.integers(1, 9),
+             "tokens": st.just(1) if single else st.sampled_from((1, 2, 3, 4, 5, 8, 9))}
+    ends = st.sampled_from(("plain", "highest", "lowest", "zero scales", "any scales"))
+    return Oracle(draw.product, {**sizes, "format": st.just(format), "edge": ends},
+                  {"rows": 21, "blocks": 5, "tokens": 1 if single else 7, "format": format, "edge": "plain"},
+                  _product(format), _product_bound(format))
+
+
+def _rows(format: str) -> Oracle:
+    return Oracle(draw.picked_rows, {"rows": st.integers(1, 20), "blocks": few, "first": st.integers(0, 19),
+                                     "format": st.just(format), "edge": st.sampled_from(("plain", "any scales"))},
+                  {"rows": 11, "blocks": 3, "first": 5, "format": format, "edge": "any scales"}, _dequantize(format))
+
+
+def _weights(reference: Reference) -> Oracle:
+    ends = st.sampled_from((*EDGES, "zero block", "powers", "halves"))
+    return Oracle(draw.weight_rows, {"rows": st.integers(1, 20), "blocks": few, "edge": ends},
+                  {"rows": 13, "blocks": 3, "edge": "powers"}, reference)
+
+
+def _lane_product(a: Tensors, dtype: torch.dtype) -> Tensors:
+    x, w = floats(a, dtype, "x", "w")
+    return _placed(a, quant.linear(x, w), 7.0)
+
+
+def _placed(a: Tensors, y: Tensor, outside: float) -> Tensors:
+    wide = torch.full((len(y), y.shape[1] + int(a["column"]) + 1), outside, dtype=y.dtype)
+    wide[:, int(a["column"]) : -1] = y
+    return {"y": y, "wide": wide}
+
+
+def _lane_bound(a: Tensors) -> Arrays:
+    x, w = floats(a, torch.float64, "x", "w")
+    return {name: bound.numpy() for name, bound in _placed(a, x.abs() @ w.abs().T, 0.0).items()}
+
+
+# Norms
+
+
+def _rms_norm(a: Tensors, dtype: torch.dtype) -> Tensors:
+    x, w = floats(a, dtype, "x", "w")
+    return {"y": norms.rms_norm(x[:, : len(w)], w + (float(a["offset"]) - 1), float(a["eps"]))}
+
+
+def _gated_rms_norm(a: Tensors, dtype: torch.dtype) -> Tensors:
+    return {"y": norms.gated_rms_norm(*floats(a, dtype, "o", "z", "w"), float(a["eps"]))}
+
+
+def _l2_norm(a: Tensors, dtype: torch.dtype) -> Tensors:
+    heads, n, first = int(a["heads"]), int(a["n"]), int(a["column"])
+    x = a["x"].to(dtype)[:, first : first + heads * n].unflatten(1, (heads, n))
+    return {"y": norms.l2_norm(x, float(a["eps"])) * float(a["scale"])}
+
+
+# Gated DeltaNet
+
+
+def _gates(a: Tensors, dtype: torch.dtype) -> Tensors:
+    """a + dt_bias is one float32 sum. exp(A_log) ends at float32's largest number, in float64 too."""
+    x, A_log = (a["a"] + a["dt_bias"]).to(dtype), a["A_log"].to(dtype)
+    if dtype == torch.float64:
+        A_log = A_log.clamp(max=math.log(torch.finfo(torch.float32).max))
+    g, beta = gdn.gates(x, a["b"].to(dtype), A_log, torch.zeros_like(A_log))
+    return {"g": g, "beta": beta}
+
+
+def _gates_bound(a: Tensors) -> Arrays:
+    """Under 2^-126 softplus is subnormal: its error is that of a number of that size. beta: see FLUSH."""
+    truth = _gates(a, torch.float64)
+    rate = a["A_log"].double().exp().clamp(max=torch.finfo(torch.float32).max)
+    return {"g": torch.maximum(truth["g"].abs(), rate * 2.0**-126).numpy(),
+            "beta": _flush(truth["beta"], torch.ones(()))}
+
+
+def _conv(a: Tensors, dtype: torch.dtype) -> Tensors:
+    y, _ = gdn.causal_conv_silu(a["x"].to(dtype), a["w"].T.to(dtype), a["tail"].to(dtype))
+    return {"y": y, "tail": gdn.causal_conv_silu(a["x"], a["w"].T, a["tail"])[1]}
+
+
+def _conv_bound(a: Tensors) -> Arrays:
+    known = torch.cat([a["tail"], a["x"]]).double().abs()
+    w = a["w"].double().abs()
+    terms = sum(w[j] * known[j : j + len(a["x"])] for j in range(len(w)))
+    return {"y": _flush(terms, torch.ones(()))}
+
+
+def _delta_rule(a: Tensors, dtype: torch.dtype) -> Tensors:
+    q, k, v, g, beta, state = floats(a, dtype, "q", "k", "v", "g", "beta", "state")
+    heads, _, width = state.shape
+    v = v[:, int(a["column"]) :][:, : heads * width].unflatten(1, (heads, width))
+    o, final = gdn.recurrent(q, k, v, g, beta, state, 1.0)
+    return {"o": o, "state": final}
+
+
+# Attention
+
+
+def _rope_tables(a: Tensors, dtype: torch.dtype) -> Tensors:
+    """The angle is one float32 product."""
+    angle = a["positions"][a["axis"].long()].T.float() * a["inv_freq"]
+    return {"cos": angle.to(dtype).cos(), "sin": angle.to(dtype).sin()}
+
+
+def _rope(a: Tensors, dtype: torch.dtype) -> Tensors:
+    return {"x": rope.rotate(*floats(a, dtype, "x", "cos", "sin"))}
+
+
+def _rope_bound(a: Tensors) -> Arrays:
+    x, cos, sin = (t.abs() for t in floats(a, torch.float64, "x", "cos", "sin"))
+    half = cos.shape[1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = cos[:, None], sin[:, None]
+    return {"x": torch.cat([first * cos + second * sin, second * cos + first * sin, 0 * rest], dim=-1).numpy()}
+
+
+def _attention(a: Tensors, dtype: torch.dtype) -> Tensors:
+    return {"o": attention.attend(*floats(a, dtype, "q", "k", "v"))}
+
+
+# Experts
+
+
+def _route(a: Tensors, dtype: torch.dtype) -> Tensors:
+    ids, weights = moe.route(a["logits"].to(dtype), int(a["k"]))
+    return {"ids": ids.int(), "weights": weights}
+
+
+def _route_bound(a: Tensors) -> Arrays:
+    chosen = _route(a, torch.float64)
+    best = a["logits"].double().gather(1, chosen["ids"].long())
+    return {"weights": (chosen["weights"] * (1 + best[:, :1] - best)).numpy()}
+
+
+def _combine(a: Tensors, dtype: torch.dtype) -> Tensors:
+    rows, weights, shared, gate = floats(a, dtype, "expert_out", "weights", "shared", "shared_gate")
+    return {"y": (weights[..., None] * rows[a["row_of"].long()]).sum(1) + torch.sigmoid(gate) * shared}
+
+
+def _combine_bound(a: Tensors) -> Arrays:
+    magnitudes = {name: value.abs() if name in ("expert_out", "shared") else value for name, value in a.items()}
+    return {"y": _flush(_combine(magnitudes, torch.float64)["y"], a["shared"].double())}
+
+
+def _sum(a: Tensors, dtype: torch.dtype) -> Tensors:
+    return {"y": a["a"] + a["b"]}
+
+
+_spread = st.sampled_from((1.0, 8.0, 40.0))
+
+KERNEL_ORACLES: dict[str, Oracle] = {
+    "exp_f32": _maps(torch.exp, 104.0),
+    "log1p_f32": _maps(torch.log1p, 2.0**40),
+    "sin_f32": _maps(torch.sin, 2.0**30),
+    "cos_f32": _maps(torch.cos, 2.0**30),
+    "q4_0_quantize": _weights(_quantize("q4_0")),
+    "q8_0_quantize": _weights(_quantize("q8_0")),
+    "f16_quantize": _weights(_quantize_f16),
+    "quantize_q8_0": Oracle(
+        draw.weight_rows, {"rows": few, "blocks": few, "edge": st.sampled_from((*EDGES, "zero block", "powers", "halves"))},
+        {"rows": 7, "blocks": 5, "edge": "halves"}, _activation_blocks),
+    "gemv_q4_0_q8_0": _products("q4_0", single=True),
+    "gemm_q4_0_q8_0": _products("q4_0", single=False),
+    "gemv_q8_0_q8_0": _products("q8_0", single=True),
+    "gemm_q8_0_q8_0": _products("q8_0", single=False),
+    "dequantize_q4_0": _rows("q4_0"),
+    "dequantize_q8_0": _rows("q8_0"),
+    "dequantize_f16": _rows("f16"),
+    "gemm_f32": Oracle(
+        draw.rows_and_matrix, {"tokens": st.integers(1, 9), "rows": st.integers(1, 40), "n": lengths,
+                               "column": st.integers(0, 5), "edge": edges},
+        {"tokens": 5, "rows": 13, "n": 75, "column": 3, "edge": "plain"}, _lane_product, _lane_bound),
+    "rms_norm": Oracle(
+        draw.norm_rows, {"rows": few, "n": lengths, "extra": st.integers(0, 5), "offset": st.integers(0, 1), "edge": edges},
+        {"rows": 7, "n": 77, "extra": 3, "offset": 1, "edge": "zero row"}, _rms_norm),
+    "gated_rms_norm": Oracle(
+        draw.gated_norm_rows, {"rows": few, "n": lengths, "edge": edges, "spread": _spread},
+        {"rows": 7, "n": 53, "edge": "zero row", "spread": 8.0}, _gated_rms_norm),
+    "l2_norm": Oracle(
+        draw.l2_heads, {"tokens": few, "heads": few, "n": lengths, "column": st.integers(0, 5), "extra": st.integers(0, 5),
+                        "edge": edges},
+        {"tokens": 5, "heads": 3, "n": 37, "column": 5, "extra": 2, "edge": "zero row"}, _l2_norm),
+    "gdn_gates": Oracle(
+        draw.gate_inputs, {"tokens": few, "heads": st.integers(1, 20),
+                           "edge": st.sampled_from(("plain", "no decay", "total decay", "infinite rate"))},
+        {"tokens": 9, "heads": 13, "edge": "plain"}, _gates, _gates_bound),
+    "conv1d_silu": Oracle(
+        draw.conv_rows, {"tokens": st.integers(1, 9), "channels": lengths, "taps": st.sampled_from((1, 2, 3, 4, 16)),
+                         "edge": edges},
+        {"tokens": 2, "channels": 83, "taps": 4, "edge": "plain"}, _conv, _conv_bound),
+    "gdn_recurrent": Oracle(
+        draw.delta_operands, {"tokens": st.integers(1, 9) | st.sampled_from((63, 64, 65)), "k_heads": st.integers(1, 3),
+                              "ratio": st.integers(1, 3), "dk": st.integers(1, 20), "dv": st.integers(1, 20),
+                              "column": st.integers(0, 5), "edge": st.sampled_from(("keep", "forget", *EDGES))},
+        {"tokens": 65, "k_heads": 2, "ratio": 3, "dk": 19, "dv": 13, "column": 5, "edge": "plain"}, _delta_rule),
+    "rope_tables": Oracle(
+        draw.rope_positions, {"tokens": st.integers(1, 9), "half": st.integers(1, 33), "reach": st.sampled_from((9, 262144))},
+        {"tokens": 11, "half": 29, "reach": 262144}, _rope_tables),
+    "rope": Oracle(
+        draw.rope_heads, {"tokens": few, "heads": few, "half": st.integers(1, 20), "extra": st.integers(0, 20), "edge": edges},
+        {"tokens": 5, "heads": 3, "half": 11, "extra": 9, "edge": "plain"}, _rope, _rope_bound),
+    "attention": Oracle(
+        draw.attention_operands, {
+            "past": st.integers(0, 9) | st.sampled_from((62, 63, 64, 65, 127, 128)), "tokens": few,
+            "kv_heads": st.integers(1, 3), "group": st.integers(1, 4), "head_dim": st.integers(1, 40),
+            "page_tokens": st.sampled_from((1, 4, 7, 64, 100)), "edge": st.sampled_from(("sharp", *EDGES))},
+        {"past": 126, "tokens": 5, "kv_heads": 2, "group": 3, "head_dim": 27, "page_tokens": 7, "edge": "plain"}, _attention),
+    "router_topk": Oracle(
+        draw.router_logits, {"tokens": few, "experts": st.integers(1, 40), "k": st.sampled_from((1, 2, 8, 40)), "edge": edges},
+        {"tokens": 33, "experts": 29, "k": 8, "edge": "ties"}, _route, _route_bound),
+    "swiglu": Oracle(
+        draw.gate_up, {"rows": few, "n": lengths, "edge": edges, "spread": _spread},
+        {"rows": 5, "n": 53, "edge": "plain", "spread": 40.0}, _silu_times, _silu_bound),
+    "sigmoid_mul": Oracle(
+        draw.gated_rows, {"rows": few, "n": lengths, "column": st.integers(0, 5), "edge": edges, "spread": _spread},
+        {"rows": 5, "n": 53, "column": 3, "edge": "plain", "spread": 40.0}, _times_logistic,
+        lambda a: {"y": _flush(_times_logistic(a, torch.float64)["y"], a["x"].double())}),
+    "moe_combine": Oracle(
+        draw.expert_rows, {"tokens": few, "k": st.integers(1, 9), "n": lengths, "edge": edges},
+        {"tokens": 7, "k": 5, "n": 37, "edge": "plain"}, _combine, _combine_bound),
+    "add": Oracle(
+        draw.sums, {"rows": few, "n": lengths, "edge": edges}, {"rows": 5, "n": 53, "edge": "outlier"}, _sum),
+}
