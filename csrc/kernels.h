@@ -113,7 +113,8 @@ typedef struct {
 
 /* Gated delta rule, tokens in order; item = value head h, which reads key head h / (v_heads / k_heads). Per token:
  *   S = exp(g) * S;  p = k^T S;  u = beta * (v - p);  S = S + k (x) u;  o = q^T S
- * p and o sum over the key axis in four chains (row i to chain i % 4, in order from +0.0), then (c0 + c2) + (c1 + c3). */
+ * p and o sum over the key axis in four chains (row i to chain i % 4, in order from +0.0), then (c0 + c2) + (c1 + c3).
+ * o and state overlap no input. */
 typedef struct {
     const float *q, *k;   /* [tokens, k_heads, dk], L2-normalised, q scaled */
     const float *v;       /* head at v + token * v_stride + h * dv */
@@ -144,7 +145,7 @@ typedef struct {
  * Token t sits at absolute position start + t and sees positions 0..start+t. Blocks of 64 absolute positions merge in
  * index order (online softmax): s = (lane sum of q * k) * scale; m' = max(m, max s); c = exp(m - m') (1st block: the sums
  * start from the block's own); p = exp(s - m'); l = l * c + lane sum of p; acc = acc * c + (sum over positions in order from +0.0 of
- * p * v); finally o = acc / l. Page size changes no bit. */
+ * p * v); finally o = acc / l. Page size changes no bit. o holds the running sums: q and o must not overlap. */
 typedef struct {
     const float *q;                         /* [tokens, heads, head_dim] */
     const float *const *k_pages, *const *v_pages; /* page p holds positions p*page_tokens..: [kv_heads, page_tokens, head_dim] */
@@ -178,7 +179,7 @@ typedef struct {
 } sigmoid_mul_args;
 
 /* y[t] = sum over slots, in order from +0.0, of weights[t,s] * expert_out[row_of[t,s]], then, where shared is given,
- * y[t] + sigmoid(shared_gate[t]) * shared[t]; item = token. */
+ * y[t] + sigmoid(shared_gate[t]) * shared[t]; item = token. y overlaps no input. */
 typedef struct {
     const float *expert_out;   /* [*, n] */
     const int32_t *row_of;     /* [tokens, k] */

@@ -1,88 +1,26 @@
 """THE STAGE TABLE, test half: reference, inputs and golden of each row of fermi_engine/stages.py.
 
-A reference is a function of (inputs as tensors, dtype), built from reference/. In float64 it is the truth; what it gives in
-float32, against that, is the error torch makes. Sums that kernels.h specifies as single IEEE operations are done in float32
-in both (marked so), since there is nothing to err about.
+Sums and products that kernels.h specifies as single IEEE operations are done in float32 in the truth, too (marked so):
+there is nothing to err about. The rows above kernels stand in model_stages.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fermi_engine.compare import Arrays, Case
+from fermi_engine.compare import Arrays
 from reference import attention, moe, norms, quant, rope
 from reference import gated_delta_rule as gdn
 from tests import strategies as draw
-from tests.strategies import EDGES, Draws, edges, few, lengths
-
-Tensors = dict[str, Tensor]
-Reference = Callable[[Tensors, torch.dtype], Tensors]
-
-
-@dataclass(frozen=True)
-class Oracle:
-    """One row. `golden` is the structure of the golden's inputs; `structure` what Hypothesis draws in its place.
-
-    bounds(inputs) gives bounds by output name; an output of dtype float64 without one gets torch's largest float32
-    error. `usable` refuses inputs on which a correct engine may differ (a router that hardly prefers one expert).
-    """
-
-    build: Callable[..., Arrays]
-    structure: Mapping[str, st.SearchStrategy[Any]]
-    golden: Mapping[str, Any]
-    reference: Reference
-    bounds: Callable[[Tensors], Arrays] = field(default=lambda a: {})
-    usable: Callable[[Tensors], bool] = field(default=lambda a: True)
-
-    def inputs(self, seed: int, **structure: Any) -> Arrays:
-        """Arrays by name for a structure."""
-        return self.build(Draws(seed), **structure)
-
-    def case(self, inputs: Arrays) -> Case:
-        """The reference's outputs and bounds for these inputs."""
-        outputs = self.run(inputs, torch.float64)
-        bounds = self.bounds(tensors(inputs))
-        unbounded = [name for name, value in outputs.items() if value.dtype == np.float64 and name not in bounds]
-        if unbounded:
-            single = self.run(inputs, torch.float32)
-            bounds |= {name: np.array(largest(single[name], outputs[name])) for name in unbounded}
-        return Case(inputs, outputs, bounds)
-
-    def errors(self, case: Case) -> dict[str, float]:
-        """Per output that is not exact, torch's largest float32 error."""
-        single = self.run(case.inputs, torch.float32)
-        return {name: largest(single[name], truth) for name, truth in case.outputs.items() if truth.dtype == np.float64}
-
-    def run(self, inputs: Arrays, dtype: torch.dtype) -> Arrays:
-        """The reference in `dtype`."""
-        with torch.no_grad():
-            outputs = self.reference(tensors(inputs), dtype)
-        return {name: np.ascontiguousarray(value.numpy()) for name, value in outputs.items()}
-
-
-def tensors(arrays: Arrays) -> Tensors:
-    """Copies, because torch wants memory it may write to."""
-    return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
-
-
-def largest(got: np.ndarray, truth: np.ndarray) -> float:
-    """Largest |got - truth| where both are finite."""
-    with np.errstate(invalid="ignore"):
-        error = np.abs(got.astype(np.float64) - truth)
-    return float(error[np.isfinite(error)].max(initial=0.0))
-
-
-def floats(a: Tensors, dtype: torch.dtype, *names: str) -> list[Tensor]:
-    return [a[name].to(dtype) for name in names]
-
+from tests.model_stages import MODEL_ORACLES
+from tests.oracle import Oracle, Reference, Tensors, floats
+from tests.strategies import EDGES, edges, few, lengths
 
 # exp(-x) overflows above 88.7 and the logistic becomes 0, as if x e^-x were 0: an error of at most 89 * 2^-128, which one
 # rounding (u = 2^-24) of this magnitude covers.
@@ -326,7 +264,7 @@ def _sum(a: Tensors, dtype: torch.dtype) -> Tensors:
 
 _spread = st.sampled_from((1.0, 8.0, 40.0))
 
-KERNEL_ORACLES: dict[str, Oracle] = {
+ORACLES: dict[str, Oracle] = {
     "exp_f32": _maps(torch.exp, 104.0),
     "log1p_f32": _maps(torch.log1p, 2.0**40),
     "sin_f32": _maps(torch.sin, 2.0**30),
@@ -398,4 +336,5 @@ KERNEL_ORACLES: dict[str, Oracle] = {
         {"tokens": 7, "k": 5, "n": 37, "edge": "plain"}, _combine, _combine_bound),
     "add": Oracle(
         draw.sums, {"rows": few, "n": lengths, "edge": edges}, {"rows": 5, "n": 53, "edge": "outlier"}, _sum),
+    **MODEL_ORACLES,
 }

@@ -504,10 +504,7 @@ def test_interrupted_twice_with_a_damaged_journal_between(tmp_path: Path) -> Non
     (PLAN, "source touched")])
 def test_part_of_another_plan_or_source_starts_over(tmp_path: Path, plan: PackPlan, origin: str) -> None:
     interrupted(tmp_path / "cut", "d")
-    with pytest.raises(KeyboardInterrupt), PackWriter(tmp_path / "cut", plan, origin) as writer:
-        assert [slot.name for slot in writer.remaining()] == list("abcde")
-        writer.put("a", [CONTENT["a"]])
-        raise KeyboardInterrupt
+    interrupted(tmp_path / "cut", "b", plan=plan, origin=origin)
     assert write_all(tmp_path / "cut", plan=plan, origin=origin) == list("bcde")
 
 
@@ -552,6 +549,19 @@ def test_a_second_writer_is_kept_out(tmp_path: Path) -> None:
             writer.put(slot.name, [CONTENT[slot.name]])
         writer.finish()
     assert (tmp_path / "p").stat().st_size == PLAN.total_bytes
+
+
+def test_a_part_file_that_was_renamed_while_we_took_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other writer finished in between: the lock is on its finished file, which must not be written again."""
+    real = pack_writer.fcntl.flock
+
+    def other_finishes(fd: int, how: int) -> None:
+        os.replace(tmp_path / "p.part", tmp_path / "p")
+        (tmp_path / "p.part").touch()
+        real(fd, how)
+
+    monkeypatch.setattr(pack_writer.fcntl, "flock", other_finishes)
+    assert "is being written by another process" in refusal(lambda: PackWriter(tmp_path / "p", PLAN))
 
 
 def test_an_error_about_the_source_leaves_nothing(tmp_path: Path) -> None:
