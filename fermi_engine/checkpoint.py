@@ -129,8 +129,7 @@ class Checkpoint:
         "header_blake2b" covers the header (all of config.json); "sample_blake2b" covers 64 evenly spaced blocks of 4096
         bytes of the data, which tells two trainings of one architecture apart. A copy has the same identity.
         """
-        config = self.path / "config.json"
-        text = _read_span(config, 0, config.stat().st_size)
+        text = _read_span(self.path / "config.json", 0, None)
         result: dict[str, dict[str, Any]] = {"config.json": {"bytes": len(text), "header_blake2b": _hash(text)}}
         for name, (path, size, data_start) in sorted(self.shards.items()):
             header = _read_span(path, 0, data_start)
@@ -336,11 +335,11 @@ def _pread(info: TensorInfo, out: np.ndarray, offset: int) -> None:
         raise CheckpointError(f"cannot read tensor {info.source} of {info.file}: {err.strerror}") from None
 
 
-def _read_span(path: Path, begin: int, end: int) -> bytes:
+def _read_span(path: Path, begin: int, end: int | None) -> bytes:
     try:
         with open(path, "rb") as file:
             file.seek(begin)
-            return file.read(end - begin)
+            return file.read() if end is None else file.read(end - begin)
     except OSError as err:
         raise CheckpointError(f"cannot read {path}: {err.strerror}") from None
 

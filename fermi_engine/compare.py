@@ -107,7 +107,7 @@ class Rounding(Rule):
         self.steps, self.gain = steps, gain
 
     def one(self, name: str, got: np.ndarray, case: Case) -> Verdict:
-        step = U * np.broadcast_to(case.bounds[name], got.shape) + UNDERFLOW * _count(self.gain, case)
+        step = U * np.broadcast_to(saturated(case.bounds[name]), got.shape) + UNDERFLOW * _count(self.gain, case)
         return _worst("roundings", name, distance(got, case.outputs[name]) / step, _count(self.steps, case))
 
 
@@ -124,7 +124,7 @@ class TwiceReference(Rule):
 
     def one(self, name: str, got: np.ndarray, case: Case) -> Verdict:
         truth = case.outputs[name]
-        size = np.abs(saturated(truth)).max(initial=0.0 if self.size is None else _count(self.size, case))
+        size = np.nanmax(np.abs(saturated(truth)), initial=0.0 if self.size is None else _count(self.size, case))
         limit = max(2 * float(case.bounds[name]), _count(self.steps, case) * max(U * size, UNDERFLOW))
         return _worst("error", name, distance(got, truth), limit)
 
@@ -144,8 +144,8 @@ class Divergence(Rule):
     """Mean Kullback-Leibler divergence of logits [T, vocab] from the reference's <= 2 * bounds[name].
 
     bounds[name], a scalar: the largest that the reference shows against itself when its layer inputs move by one unit
-    in the last place. With 8-bit activations a rounding can flip a code, which moves it by a whole quantum, so no bound
-    in units of u exists.
+    in the last place, or an activation code flips. With 8-bit activations a rounding may flip a code, which moves it by
+    a whole quantum, so no bound in units of u exists.
     """
 
     def one(self, name: str, got: np.ndarray, case: Case) -> Verdict:
@@ -156,20 +156,18 @@ class Divergence(Rule):
 class Tokens(Rule):
     """Greedy ids [n] equal up to the first position where the reference is unsure.
 
-    bounds[name] [n]: margin of the reference's best logit over the second, in units of its own float32 noise; at 1 or
-    less a correct engine may choose otherwise, and all that follows differs. At least `least` positions must be sure.
+    bounds[name] [n]: the reference's own float32 noise in units of the margin of its best logit over the second; from 1
+    on a correct engine may choose otherwise, and all that follows differs. At least one position must be sure.
     """
 
-    def __init__(self, least: int = 1) -> None:
-        self.least = least
-
     def one(self, name: str, got: np.ndarray, case: Case) -> Verdict:
-        truth, unsure = case.outputs[name], case.bounds[name] <= 1
+        truth, unsure = case.outputs[name], case.bounds[name] >= 1
         compared = int(np.argmax(unsure)) if unsure.any() else len(truth)
-        until = f", then the margin {case.bounds[name][compared]:.2g} is within the noise" if unsure.any() else ""
-        detail = f"{name}: {compared} of {len(truth)} compared{until}"
-        if compared < min(self.least, len(truth)):
-            return verdict("tokens compared", np.inf, self.least, detail)
+        detail = f"{name}: {compared} of {len(truth)} compared"
+        if unsure.any():
+            detail += f", then noise is {case.bounds[name][compared]:.2g} of the margin"
+        if compared == 0:
+            return verdict("tokens compared", np.inf, 0, detail)
         differs = got[:compared] != truth[:compared]
         if differs.any():
             at = int(np.argmax(differs))
@@ -195,7 +193,7 @@ class All(Rule):
 
 
 def saturated(x: np.ndarray) -> np.ndarray:
-    """float64 with what float32 cannot hold moved to +-2^128, so that infinity has a distance from the largest numbers."""
+    """float64, beyond float32 +-2^128: so infinity has a distance from the largest numbers."""
     return np.clip(np.asarray(x, np.float64), -_OVERFLOW, _OVERFLOW)
 
 
@@ -210,7 +208,7 @@ def distance(got: np.ndarray, truth: np.ndarray) -> np.ndarray:
 def ulp(truth: np.ndarray) -> np.ndarray:
     """Distance of neighbouring float32 numbers at `truth` (float64): 2^-23 of its power of two, never under 2^-149."""
     magnitude = np.abs(np.asarray(truth, np.float64))
-    _, exponent = np.frexp(np.where(np.isfinite(magnitude), np.minimum(magnitude, 2.0**127), 1.0))
+    _, exponent = np.frexp(np.clip(np.nan_to_num(magnitude), 2.0**-149, 2.0**127))
     return np.ldexp(1.0, np.maximum(exponent - 24, -149))
 
 

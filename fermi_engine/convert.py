@@ -230,12 +230,12 @@ def cached_pack(
 ) -> Path:
     """The pack of a checkpoint directory, converted on first use into a cache and found there afterwards.
 
-    The cache is $FERMI_CACHE, else `fermi_engine` under $XDG_CACHE_HOME or ~/.cache. Its key covers what the checkpoint
-    holds, sizes and times of its files, the format and the pack version. Where two processes ask at once, one converts
-    and the other waits for it. Raises as `convert`, and PackError where the cache cannot be written.
+    The cache is $FERMI_CACHE, else `fermi_engine` under $XDG_CACHE_HOME or ~/.cache. A pack's name covers the format,
+    what the checkpoint holds, sizes and times of its files, and the pack version. Where two processes ask at once, one
+    converts and the other waits for it. Raises as `convert`, and PackError where the cache cannot be written.
     """
     checkpoint = Checkpoint.open(checkpoint_dir)
-    key = json.dumps([checkpoint.identity(), _stamps(checkpoint), format, PACK_VERSION], sort_keys=True)
+    key = json.dumps([checkpoint.identity(), _stamps(checkpoint), PACK_VERSION], sort_keys=True)
     digest = blake2b(key.encode(), digest_size=8).hexdigest()
     path = _cache_directory() / f"{checkpoint.path.resolve().name}-{format}-{digest}.safetensors"
     if _opens(path):

@@ -42,8 +42,8 @@ def gated_delta_net(k: CpuKernels, a: Arrays) -> Arrays:
 
 
 def gated_attention(k: CpuKernels, a: Arrays) -> Arrays:
-    """x [T, H] at positions int32 [3, T], after past_k, past_v [P, HKV, D] in pages of `page_tokens` -> y [T, H], and k, v
-    of all P + T positions."""
+    """x [T, H] at positions int32 [3, T], after past_k, past_v [P, HKV, D] in pages of `page_tokens` -> y [T, H], and
+    k, v of all P + T positions."""
     weights = ArrayWeights(a)
     start, tokens = len(a["past_k"]), len(a["x"])
     cache = KVPages(weights.config.num_key_value_heads, int(a["page_tokens"]), weights.config.head_dim)
@@ -124,7 +124,7 @@ def model(k: CpuKernels, a: Arrays) -> ArrayModel:
 
 
 def uninterrupted(k: CpuKernels, a: Arrays) -> Arrays:
-    """ids [T] in one go, told once for each of the T - 1 cuts: logits [T-1, T, vocab], digest of the state [T-1, 32]."""
+    """ids [T] in one go, told once for each of the T - 1 cuts: logits [T-1, T, vocab], digest of state [T-1, 32]."""
     session = Session(model(k, a))
     logits = session.logits(a["ids"])
     cuts = len(a["ids"]) - 1

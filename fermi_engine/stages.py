@@ -1,8 +1,8 @@
 """THE STAGE TABLE, shipped half: name, candidate and compare rule of everything that is checked against the reference.
 
 tests/stages.py holds the other half, reference and inputs per name. Rows go from kernels up to generation, so the
-first that diverges is the cause. A row for every op of csrc/kernels.h; then the quantisers, mixers and whole small models.
-Arrays are named as in kernels.h; sizes and factors come as arrays without dimensions. NumPy only.
+first that diverges is the cause. A row for every op of csrc/kernels.h, and for the quantisers, mixers and whole small
+models. Arrays are named as in kernels.h; sizes and factors come as arrays without dimensions. NumPy only.
 """
 
 from __future__ import annotations
@@ -221,13 +221,13 @@ FEED_FORWARD = SWIGLU + 2 + SOFTMAX + LOGISTIC
 
 
 def decoder_chain(a: Arrays) -> float:
-    """Per layer a mixer and a feed-forward part, each behind a norm and before an addition; norm and head."""
+    """Two additions a layer in the residual stream; then at most one mixer, into a state, or norm and head."""
     layers = 1 + max(int(name.split(".")[1]) for name in a if name.startswith("layers."))
-    return layers * (max(GATED_DELTA_NET, GATED_ATTENTION) + FEED_FORWARD + 2 * (NORM + 1)) + NORM + 1
+    return 2 * layers + GATED_DELTA_NET
 
 
 def score_softmax(a: Arrays) -> float:
-    """The scale's product and the difference from the maximum round a score s by u |s| each, and exp makes that relative;
+    """The scale's product and the difference from the maximum round a score s by u |s| each, which exp makes relative;
     then exp, the product with the value, and the quotient."""
     keys = np.repeat(a["k"], a["q"].shape[1] // a["k"].shape[1], axis=1)
     scores = np.einsum("thd,shd->hts", a["q"], keys, dtype=np.float64) * float(a["scale"])

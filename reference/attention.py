@@ -1,4 +1,4 @@
-"""Full attention with an output gate (models.md, section 2.1)."""
+"""Full attention with an output gate, as in transformers' modeling_qwen3_5."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gated_attention(
     past_k: Tensor, past_v: Tensor, cos: Tensor, sin: Tensor, eps: float,
     trace: Callable[[str, Tensor], None] = lambda name, value: None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normed hidden u [T, H], past_k, past_v [P, HKV, D], cos, sin [T, half] -> out [T, H], k, v [P+T, HKV, D].
+    """Normed hidden u [T, H], past k and v [P, HKV, D], cos, sin [T, half] -> out [T, H], k, v [P+T, HKV, D].
 
     q_proj [HQ*2D, H] gives each head its D query rows, then its D gate rows. q and k are normed per head,
     then turned; v stays raw. trace sees q [T, HQ, D] and k [T, HKV, D] after RoPE, attention [T, HQ, D],

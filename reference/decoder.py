@@ -1,4 +1,4 @@
-"""The whole text model: embedding, hybrid layers, head (models.md, section 2)."""
+"""The whole text model: embedding, hybrid layers, head, as in transformers' modeling_qwen3_5(_moe)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Decoder:
     ) -> tuple[Tensor, list[LayerState]]:
         """ids [T] after `state` (left as it is) -> logits [T, vocab], new state.
 
-        positions int [3, T]; by default the tokens count on from the number of cached keys, on all three axes.
+        positions int [3, T]; by default the tokens count on from the cached keys, on all three axes.
         """
         ids, trace = torch.as_tensor(ids), trace or _silent
         state = self.initial_state() if state is None else state
@@ -139,13 +139,14 @@ class Decoder:
     ) -> tuple[Tensor, LayerState]:
         names = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
         weights = [self._weight(i, f"self_attn.{name}.weight") for name in names]
-        out, k, v = gated_attention(u, *weights, state["k"], state["v"], cos, sin, self.config.rms_norm_eps, note)
+        eps = self.config.rms_norm_eps
+        out, k, v = gated_attention(u, *weights, state["k"], state["v"], cos, sin, eps, note)
         return out, {"k": k, "v": v}
 
     def _delta_net(self, i: int, u: Tensor, state: LayerState, note: Trace) -> tuple[Tensor, LayerState]:
         c = self.config
-        projections = [self._weight(i, f"linear_attn.in_proj_{name}.weight") for name in ("qkv", "z", "b", "a")]
-        qkv, z, b, a = (linear(u, w) for w in projections)
+        names = ("qkv", "z", "b", "a")
+        qkv, z, b, a = (linear(u, self._weight(i, f"linear_attn.in_proj_{name}.weight")) for name in names)
         note("qkv", qkv)
         note("z", z)
         conv_weight = self._weight(i, "linear_attn.conv1d.weight").flatten(1)

@@ -1,7 +1,8 @@
 """Gated DeltaNet: causal convolution, gates, and the delta rule in recurrent and chunked form.
 
-Source: models.md, section 2.2. `g` is the log of the decay (g <= 0), the state is [HV, K, V]. Callers L2-normalise
-q and k first (norms.l2_norm).
+Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464); gates as in transformers'
+modeling_qwen3_5. `g` is the log of the decay (g <= 0), the state is [HV, K, V]. Callers L2-normalise q and k
+first (norms.l2_norm).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch.nn.functional import silu, softplus
 def causal_conv_silu(x: Tensor, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
     """Depthwise causal convolution, then silu.
 
-    x [T, C], weight [C, K], tail [K-1, C] -> y [T, C], new tail [K-1, C]. The tail holds the K-1 inputs before x
-    (zeros at the start of a sequence); the last tap meets the current token.
+    x [T, C], weight [C, K], tail [K-1, C] -> y [T, C], new tail [K-1, C]. The tail holds the K-1 inputs
+    before x (zeros at the start of a sequence); the last tap meets the current token.
     """
     taps = weight.shape[1]
     known = torch.cat([tail, x])
@@ -26,8 +27,8 @@ def causal_conv_silu(x: Tensor, weight: Tensor, tail: Tensor) -> tuple[Tensor, T
 def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """g = -exp(A_log) * softplus(a + dt_bias), beta = sigmoid(b).
 
-    a, b [T, HV], A_log, dt_bias [HV] -> g, beta [T, HV]. exp(A_log) stops at the largest finite number, so that overflow times softplus = 0 stays 0. softplus is
-    linear above 20, as torch's and the model's definition say.
+    a, b [T, HV], A_log, dt_bias [HV] -> g, beta [T, HV]. exp(A_log) stops at the largest finite number, so
+    that overflow times softplus = 0 stays 0. softplus is linear above 20, as torch defines it.
     """
     rate = torch.exp(A_log).clamp(max=torch.finfo(A_log.dtype).max)
     return -rate * softplus(a + dt_bias), torch.sigmoid(b)
@@ -43,7 +44,7 @@ def recurrent(
 ) -> tuple[Tensor, Tensor]:
     """One token after the other: S = exp(g) S; delta = beta (v - k^T S); S = S + k delta^T; o = scale q^T S.
 
-    q, k [T, HK, K], v [T, HV, V], g, beta [T, HV], initial_state [HV, K, V] -> o [T, HV, V], final S [HV, K, V].
+    q, k [T, HK, K], v [T, HV, V], g, beta [T, HV], initial_state [HV, K, V] -> o [T, HV, V], final state.
     """
     q, k = (_per_value_head(x, v.shape[1]) for x in (q * scale, k))
     state, outputs = initial_state, []
@@ -89,7 +90,7 @@ def chunked(
 ) -> tuple[Tensor, Tensor]:
     """The same function as `recurrent`, `chunk` tokens at a time.
 
-    Within a chunk the deltas of all tokens solve one unit lower triangular system (models.md, 2.2, chunked form).
+    Within a chunk the deltas of all tokens solve one unit lower triangular system.
     """
     q, k = (_per_value_head(x, v.shape[1]) for x in (q * scale, k))
     state, outputs = initial_state, []

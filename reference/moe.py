@@ -1,4 +1,4 @@
-"""Feed-forward parts: router, experts, shared expert, and the dense SwiGLU (models.md, section 2.3)."""
+"""Feed-forward parts: router, experts, shared expert, dense SwiGLU, as in modeling_qwen3_5_moe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def experts(
 ) -> Tensor:
     """Weighted sum of the chosen experts, added in ascending id: x [T, H], ids, weights [T, k] -> [T, H].
 
-    gate_up_proj [E, 2I, H] (rows 0..I-1 gate, the rest up), down_proj [E, H, I]: tensors, or E QuantMatrix each.
+    gate_up_proj [E, 2I, H] (I gate rows, then I up), down_proj [E, H, I]: tensors, or E QuantMatrix each.
     """
     out = torch.zeros_like(x)
     for expert in ids.unique().tolist():

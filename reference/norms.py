@@ -1,4 +1,4 @@
-"""Normalisations of the text model (models.md, sections 2 and 2.2)."""
+"""Normalisations of the text model as in transformers' modeling_qwen3_5."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def _unit_rms(x: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * (1 + weight) over the last axis, zero-centred weight: x [..., n], weight [n] -> [..., n]."""
+    """x / rms(x) * (1 + weight) over the last axis: x [..., n], zero-centred weight [n] -> [..., n]."""
     return _unit_rms(x, eps) * (1 + weight)
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight * silu(z) over the last axis, plain weight: x, z [..., n], weight [n] -> [..., n]."""
+    """x / rms(x) * weight * silu(z) over the last axis: x, z [..., n], plain weight [n] -> [..., n]."""
     return _unit_rms(x, eps) * weight * silu(z)
 
 

@@ -1,8 +1,8 @@
 """Block quantisation: ggml's q4_0 and q8_0 weights, 8-bit activations, and their integer dot product.
 
-A block is 32 consecutive elements of a row with one scale. Weight scales are float16, activation scales
-float32. Source of the weight formats: ggml's quantize_row_q4_0_ref and quantize_row_q8_0_ref. All quantisers
-calculate in float32 whatever comes in, because their codes are defined by float32 rounding.
+A block is 32 consecutive elements of a row with one scale, float16 for weights, float32 for activations.
+Source of the weight formats: ggml's quantize_row_q4_0_ref and quantize_row_q8_0_ref. All quantisers calculate
+in float32 whatever comes in, because their codes are defined by float32 rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def _quotient(numerator: float, x: Tensor) -> Tensor:
-    """numerator / x, rounded once: torch's `number / tensor` is reciprocal() times number, which rounds twice."""
+    """numerator / x, rounded once: torch's `number / tensor` multiplies by a reciprocal and rounds twice."""
     return torch.full_like(x, numerator) / x
 
 
@@ -42,8 +42,8 @@ def quantize_q4_0(x: Tensor) -> tuple[Tensor, Tensor]:
     """f32 [rows, n] -> codes uint8 [rows, n/32, 32] in 0..15, d float16 [rows, n/32].
 
     d = m / -8 with m the first element of largest magnitude, sign included; code = trunc(x * (1/d) + 8.5)
-    with the unrounded 1/d, at most 15. Blocks with |d| < 2**-126 become the zero block: d = -0.0, every code
-    8. Raises ValueError for a row length off the block size and for scales that float16 cannot hold.
+    with the unrounded 1/d, at most 15. Blocks with |d| < 2**-126 are the zero block: d = -0.0, all codes 8.
+    Raises ValueError for a row length off the block size and for scales that float16 cannot hold.
     """
     blocks = _blocks(x)
     first_largest = blocks.abs().argmax(dim=-1, keepdim=True)
@@ -92,8 +92,7 @@ def _scale_bytes(d: Tensor) -> Tensor:
 
 
 def pack_q4_0(codes: Tensor, d: Tensor) -> Tensor:
-    """-> uint8 [rows, nb*18]: per block d, then 16 bytes; byte i holds element i (low nibble) and i+16
-    (high)."""
+    """-> uint8 [rows, nb*18]: per block d, then 16 bytes with elements i (low nibble) and i+16 (high)."""
     nibbles = codes[..., :16] | (codes[..., 16:] << 4)
     return torch.cat([_scale_bytes(d), nibbles], dim=-1).flatten(1)
 
@@ -119,8 +118,7 @@ def unpack_q8_0(data: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, n] -> codes int8 [T, n] in -127..127, d float32 [T, n/32]; float32 arithmetic whatever the input
-    dtype.
+    """[T, n] -> codes int8 [T, n] in -127..127, d float32 [T, n/32], by float32 arithmetic for every dtype.
 
     d = max|x| / 127; code = round_half_to_even(x * id) with id = 127 / max|x| in float32. A block whose
     max|x| is under 2**-110 is all zeros (d = 0): there 127 / max|x| nears overflow.
@@ -146,11 +144,10 @@ def _scaled(sums: Tensor, wd: Tensor, ad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dot_q4_0_q8_0(wcodes: Tensor, wd: Tensor, acodes: Tensor, ad: Tensor) -> tuple[Tensor, Tensor]:
-    """q4_0 weights (codes uint8 [rows, nb, 32], wd float16 [rows, nb]) times activations (int8 [T, n], ad f32
-    [T, nb]).
+    """q4_0 weights (codes uint8 [rows, nb, 32], wd float16 [rows, nb]) times 8-bit activations.
 
-    -> (block sums of (code - 8) * activation, exact int32 [T, rows, nb]; their scaled sum, float64 [T,
-    rows]).
+    acodes int8 [T, nb*32], ad float32 [T, nb] -> the block sums of (code - 8) * activation, exact int32
+    [T, rows, nb], and their scaled sum, float64 [T, rows].
     """
     sums = _block_sums(wcodes.to(torch.int32) - 8, acodes)
     return sums, _scaled(sums, wd, ad, torch.float64)
@@ -192,8 +189,7 @@ class QuantMatrix:
 def linear(x: Tensor, w: Tensor | QuantMatrix) -> Tensor:
     """x [T, n] times w [rows, n] transposed -> x.dtype [T, rows].
 
-    A QuantMatrix quantises x to 8 bits first, multiplies integers exactly, and adds the scaled blocks in
-    x.dtype.
+    A QuantMatrix quantises x to 8 bits first, multiplies integers exactly, adds the scaled blocks in x.dtype.
     """
     if isinstance(w, Tensor):
         return x @ w.T

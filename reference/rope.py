@@ -1,5 +1,7 @@
-"""Rotary positions on the leading part of each head, with time, height and width interleaved (models.md,
-section 2.1)."""
+"""Rotary positions on the leading part of each head, time, height and width interleaved (mRoPE).
+
+Source: transformers' modeling_qwen3_5.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,12 @@ def axis_of_frequency(half: int, section: tuple[int, int, int]) -> list[int]:
     return [j % 3 if j % 3 and j < 3 * section[j % 3] else 0 for j in range(half)]
 
 
-def tables(positions: Tensor, frequencies: Tensor, axes: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """positions int [3, T], frequencies float32 [half], axes from axis_of_frequency -> cos, sin dtype [T,
-    half].
+def tables(
+    positions: Tensor, frequencies: Tensor, axes: list[int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """positions int [3, T], frequencies float32 [half], axes [half] -> cos, sin [T, half] of dtype.
 
-    The angle position * frequency is rounded to dtype: once in float32, not at all in float64 (positions <
-    2**24).
+    The angle position * frequency rounds once in float32, not at all in float64 (positions below 2**24).
     """
     angle = positions[axes].T.to(dtype) * frequencies.to(dtype)
     return angle.cos(), angle.sin()

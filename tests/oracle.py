@@ -1,7 +1,7 @@
 """Oracle: one row of the test half of the stage table, a reference with the inputs to hold it against.
 
-A reference is a function of (inputs as tensors, dtype), built from reference/. In float64 it is the truth; what it gives in
-float32, against that, is the error torch makes.
+A reference is a function of (inputs as tensors, dtype), built from reference/. In float64 it is the truth; what it
+gives in float32, against that, is the error torch makes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Oracle:
 
     bounds(inputs) gives bounds by output name; an output of dtype float64 without one gets torch's largest float32
     error. `usable` refuses inputs on which a correct engine may differ (a router that hardly prefers one expert).
+    `pinned` outputs are no business of the reference: a golden keeps what the scalar engine gave.
     """
 
     build: Callable[..., Arrays]
@@ -36,6 +37,7 @@ class Oracle:
     reference: Reference
     bounds: Callable[[Tensors], Arrays] = field(default=lambda a: {})
     usable: Callable[[Tensors], bool] = field(default=lambda a: True)
+    pinned: tuple[str, ...] = ()
 
     def inputs(self, seed: int, **structure: Any) -> Arrays:
         """Arrays by name for a structure."""

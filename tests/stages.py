@@ -20,10 +20,10 @@ from reference import gated_delta_rule as gdn
 from tests import strategies as draw
 from tests.model_stages import MODEL_ORACLES
 from tests.oracle import Oracle, Reference, Tensors, floats
-from tests.strategies import EDGES, edges, few, lengths
+from tests.strategies import EDGES, edges, few, gaps, lengths
 
-# exp(-x) overflows above 88.7 and the logistic becomes 0, as if x e^-x were 0: an error of at most 89 * 2^-128, which one
-# rounding (u = 2^-24) of this magnitude covers.
+# exp(-x) overflows above 88.7 and the logistic becomes 0, as if x e^-x were 0: an error of at most 89 * 2^-128, which
+# one rounding (u = 2^-24) of this magnitude covers.
 FLUSH = 2.0**-97
 
 
@@ -39,8 +39,8 @@ def _map(function: Callable[[Tensor], Tensor]) -> Reference:
 
 
 def _maps(function: Callable[[Tensor], Tensor], reach: float) -> Oracle:
-    kinds = st.sampled_from(("bits", "range", "powers"))
-    return Oracle(draw.floats, {"count": st.integers(1, 700), "kind": kinds, "reach": st.sampled_from((1.0, 20.0, reach))},
+    kinds, reaches = st.sampled_from(("bits", "range", "powers")), st.sampled_from((1.0, 20.0, reach))
+    return Oracle(draw.floats, {"count": st.integers(1, 700), "kind": kinds, "reach": reaches},
                   {"count": 1999, "kind": "bits", "reach": reach}, _map(function))
 
 
@@ -108,7 +108,7 @@ def _scaled(isums: Tensor, wd: Tensor, ad: Tensor, dtype: torch.dtype) -> Tensor
 
 def _product_bound(format: str) -> Callable[[Tensors], Arrays]:
     def bounds(a: Tensors) -> Arrays:
-        codes, d = _PACK[format][2](a["w"])
+        _, d = _PACK[format][2](a["w"])
         isums = _product(format)(a, torch.float64)["isums"]
         return {"y": _scaled(isums.abs(), d.abs(), a["d"], torch.float64).numpy()}
     return bounds
@@ -129,10 +129,10 @@ def _rows(format: str) -> Oracle:
                   {"rows": 11, "blocks": 3, "first": 5, "format": format, "edge": "any scales"}, _dequantize(format))
 
 
-def _weights(reference: Reference) -> Oracle:
+def _block_rows(reference: Reference, edge: str) -> Oracle:
     ends = st.sampled_from((*EDGES, "zero block", "powers", "halves"))
     return Oracle(draw.weight_rows, {"rows": st.integers(1, 20), "blocks": few, "edge": ends},
-                  {"rows": 13, "blocks": 3, "edge": "powers"}, reference)
+                  {"rows": 13, "blocks": 3, "edge": edge}, reference)
 
 
 def _lane_product(a: Tensors, dtype: torch.dtype) -> Tensors:
@@ -269,12 +269,10 @@ ORACLES: dict[str, Oracle] = {
     "log1p_f32": _maps(torch.log1p, 2.0**40),
     "sin_f32": _maps(torch.sin, 2.0**30),
     "cos_f32": _maps(torch.cos, 2.0**30),
-    "q4_0_quantize": _weights(_quantize("q4_0")),
-    "q8_0_quantize": _weights(_quantize("q8_0")),
-    "f16_quantize": _weights(_quantize_f16),
-    "quantize_q8_0": Oracle(
-        draw.weight_rows, {"rows": few, "blocks": few, "edge": st.sampled_from((*EDGES, "zero block", "powers", "halves"))},
-        {"rows": 7, "blocks": 5, "edge": "halves"}, _activation_blocks),
+    "q4_0_quantize": _block_rows(_quantize("q4_0"), "powers"),
+    "q8_0_quantize": _block_rows(_quantize("q8_0"), "powers"),
+    "f16_quantize": _block_rows(_quantize_f16, "powers"),
+    "quantize_q8_0": _block_rows(_activation_blocks, "halves"),
     "gemv_q4_0_q8_0": _products("q4_0", single=True),
     "gemm_q4_0_q8_0": _products("q4_0", single=False),
     "gemv_q8_0_q8_0": _products("q8_0", single=True),
@@ -284,17 +282,16 @@ ORACLES: dict[str, Oracle] = {
     "dequantize_f16": _rows("f16"),
     "gemm_f32": Oracle(
         draw.rows_and_matrix, {"tokens": st.integers(1, 9), "rows": st.integers(1, 40), "n": lengths,
-                               "column": st.integers(0, 5), "edge": edges},
+                               "column": gaps, "edge": edges},
         {"tokens": 5, "rows": 13, "n": 75, "column": 3, "edge": "plain"}, _lane_product, _lane_bound),
     "rms_norm": Oracle(
-        draw.norm_rows, {"rows": few, "n": lengths, "extra": st.integers(0, 5), "offset": st.integers(0, 1), "edge": edges},
+        draw.norm_rows, {"rows": few, "n": lengths, "extra": gaps, "offset": st.integers(0, 1), "edge": edges},
         {"rows": 7, "n": 77, "extra": 3, "offset": 1, "edge": "zero row"}, _rms_norm),
     "gated_rms_norm": Oracle(
         draw.gated_norm_rows, {"rows": few, "n": lengths, "edge": edges, "spread": _spread},
         {"rows": 7, "n": 53, "edge": "zero row", "spread": 8.0}, _gated_rms_norm),
     "l2_norm": Oracle(
-        draw.l2_heads, {"tokens": few, "heads": few, "n": lengths, "column": st.integers(0, 5), "extra": st.integers(0, 5),
-                        "edge": edges},
+        draw.l2_heads, {"tokens": few, "heads": few, "n": lengths, "column": gaps, "extra": gaps, "edge": edges},
         {"tokens": 5, "heads": 3, "n": 37, "column": 5, "extra": 2, "edge": "zero row"}, _l2_norm),
     "gdn_gates": Oracle(
         draw.gate_inputs, {"tokens": few, "heads": st.integers(1, 20),
@@ -307,28 +304,30 @@ ORACLES: dict[str, Oracle] = {
     "gdn_recurrent": Oracle(
         draw.delta_operands, {"tokens": st.integers(1, 9) | st.sampled_from((63, 64, 65)), "k_heads": st.integers(1, 3),
                               "ratio": st.integers(1, 3), "dk": st.integers(1, 20), "dv": st.integers(1, 20),
-                              "column": st.integers(0, 5), "edge": st.sampled_from(("keep", "forget", *EDGES))},
+                              "column": gaps, "edge": st.sampled_from(("keep", "forget", *EDGES))},
         {"tokens": 65, "k_heads": 2, "ratio": 3, "dk": 19, "dv": 13, "column": 5, "edge": "plain"}, _delta_rule),
     "rope_tables": Oracle(
-        draw.rope_positions, {"tokens": st.integers(1, 9), "half": st.integers(1, 33), "reach": st.sampled_from((9, 262144))},
+        draw.rope_positions, {"tokens": st.integers(1, 9), "half": lengths, "reach": st.sampled_from((9, 262144))},
         {"tokens": 11, "half": 29, "reach": 262144}, _rope_tables),
     "rope": Oracle(
-        draw.rope_heads, {"tokens": few, "heads": few, "half": st.integers(1, 20), "extra": st.integers(0, 20), "edge": edges},
+        draw.rope_heads, {"tokens": few, "heads": few, "half": lengths, "extra": st.integers(0, 20), "edge": edges},
         {"tokens": 5, "heads": 3, "half": 11, "extra": 9, "edge": "plain"}, _rope, _rope_bound),
     "attention": Oracle(
         draw.attention_operands, {
             "past": st.integers(0, 9) | st.sampled_from((62, 63, 64, 65, 127, 128)), "tokens": few,
             "kv_heads": st.integers(1, 3), "group": st.integers(1, 4), "head_dim": st.integers(1, 40),
             "page_tokens": st.sampled_from((1, 4, 7, 64, 100)), "edge": st.sampled_from(("sharp", *EDGES))},
-        {"past": 126, "tokens": 5, "kv_heads": 2, "group": 3, "head_dim": 27, "page_tokens": 7, "edge": "plain"}, _attention),
+        {"past": 126, "tokens": 5, "kv_heads": 2, "group": 3, "head_dim": 27, "page_tokens": 7, "edge": "plain"},
+        _attention),
     "router_topk": Oracle(
-        draw.router_logits, {"tokens": few, "experts": st.integers(1, 40), "k": st.sampled_from((1, 2, 8, 40)), "edge": edges},
+        draw.router_logits,
+        {"tokens": few, "experts": st.integers(1, 40), "k": st.sampled_from((1, 2, 8, 40)), "edge": edges},
         {"tokens": 33, "experts": 29, "k": 8, "edge": "ties"}, _route, _route_bound),
     "swiglu": Oracle(
         draw.gate_up, {"rows": few, "n": lengths, "edge": edges, "spread": _spread},
         {"rows": 5, "n": 53, "edge": "plain", "spread": 40.0}, _silu_times, _silu_bound),
     "sigmoid_mul": Oracle(
-        draw.gated_rows, {"rows": few, "n": lengths, "column": st.integers(0, 5), "edge": edges, "spread": _spread},
+        draw.gated_rows, {"rows": few, "n": lengths, "column": gaps, "edge": edges, "spread": _spread},
         {"rows": 5, "n": 53, "column": 3, "edge": "plain", "spread": 40.0}, _times_logistic,
         lambda a: {"y": _flush(_times_logistic(a, torch.float64)["y"], a["x"].double())}),
     "moe_combine": Oracle(

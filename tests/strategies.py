@@ -1,8 +1,8 @@
-"""Inputs of the stages. Hypothesis draws structure (sizes, ratios, cuts, an edge and a seed); the bulk comes from the seed.
+"""Inputs of the stages. Hypothesis draws structure (sizes, ratios, an edge, a seed); the bulk comes from the seed.
 
-Drawing raw numbers would shrink for minutes. A builder takes `Draws` and the structure and returns arrays by name; with a
-fixed structure and seed it makes a golden's inputs, so it uses IEEE arithmetic and raw generator bits only: the same bytes
-on every machine and with every NumPy.
+Drawing raw numbers would shrink for minutes. A builder takes `Draws` and the structure and returns arrays by name. With
+a fixed structure and seed it makes a golden's inputs, so it uses IEEE arithmetic and raw generator bits only: the same
+bytes on every machine and with every NumPy.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def scalar(value: float) -> np.ndarray:
 # Sizes round the tiles of the kernels: 4 and 8 columns, 8 rows, 16 lanes, blocks of 32.
 lengths = st.sampled_from((1, 3, 4, 5, 8, 15, 16, 17, 31, 32, 33, 48)) | st.integers(1, 80)
 few = st.integers(1, 6)
+gaps = st.integers(0, 5)
 edges = st.sampled_from(EDGES)
 
 
@@ -110,7 +111,7 @@ def gated_rows(d: Draws, rows: int, n: int, column: int, edge: str, spread: floa
 
 
 def weight_rows(d: Draws, rows: int, blocks: int, edge: str) -> Arrays:
-    """float32 rows for a weight quantiser: no NaN, no scale beyond float16. 'halves' sit on the borders of q8_0 codes."""
+    """float32 rows for a quantiser: no NaN, no scale beyond float16. 'halves' sit on the borders of q8_0 codes."""
     n = 32 * blocks
     if edge == "powers":
         sign = np.where(d.unit(rows, n) < 0.5, np.float32(-1), np.float32(1))
@@ -149,7 +150,7 @@ def _finite_halves(d: Draws, *shape: int) -> np.ndarray:
 
 
 def product(d: Draws, rows: int, blocks: int, tokens: int, format: str, edge: str) -> Arrays:
-    """Weights and activations of a quantised product. 'highest' and 'lowest': the largest integer dots of either sign."""
+    """Weights and activations of a quantised product. 'highest' and 'lowest': the largest integer dots there are."""
     n = 32 * blocks
     codes = d.integers(-127, 128, tokens, n).astype(np.int8)
     if edge in ("highest", "lowest"):

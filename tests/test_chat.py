@@ -315,7 +315,7 @@ def split_in_pieces(pieces: list[str], is_open: bool) -> tuple[str, str]:
 
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<", "</", "think>", "<thi", "nk>", "a", " ", "\n", "</think"]),
                 max_size=10), st.booleans(), st.integers(0, 2**32))
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=4 * settings.default.max_examples)
 def test_reasoning_split_does_not_depend_on_the_cuts(parts, is_open, seed):
     text = "".join(parts)
     rng = random.Random(seed)
@@ -365,7 +365,7 @@ VALUES = st.text(alphabet="ab\n <>/{}\"'é", max_size=20)
 
 
 @given(st.dictionaries(st.text(alphabet="abc_-.", min_size=1, max_size=5), VALUES, max_size=4), VALUES, VALUES)
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=2 * settings.default.max_examples)
 def test_any_arguments_come_back_in_both_forms(arguments, before, after):
     xml = XML.format("f", "".join(parameter(k, v) for k, v in arguments.items()))
     js = "<tool_call>" + json.dumps({"name": "f", "arguments": arguments}) + "</tool_call>"

@@ -57,6 +57,7 @@ ROWS = LIBRARY.get_vocab_size() + 9  # nine padding rows
 CONFIG = json.dumps({"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast",
                      "clean_up_tokenization_spaces": False}).encode()
 TOKENIZER = Tokenizer.from_bytes({"tokenizer.json": JSON, "tokenizer_config.json": CONFIG}, ROWS)
+MANY = settings.default.max_examples  # of the profile: the cases here are cheap
 ADDED_IDS = {LIBRARY.token_to_id(text) for text in CONTROL + PLAIN_ADDED}
 
 
@@ -132,7 +133,7 @@ def test_shield_sees_tokens_cut_across_texts_and_forged_marks():
 
 @given(st.lists(st.sampled_from([*CONTROL, "<|im_", "end|>", "<", "|", ">", "a", "é", "\n", SHIELD]), max_size=12),
        st.integers(0, 2**32))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=2 * MANY)
 def test_shield_keeps_any_spelling_text(parts, seed):
     text = "".join(parts)
     rng = random.Random(seed)
@@ -160,7 +161,7 @@ ID_LISTS = st.lists(st.one_of(st.integers(0, ROWS - 1), st.sampled_from(BYTE_IDS
 
 
 @given(ID_LISTS)
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=4 * MANY)
 def test_pieces_of_any_ids_join_to_their_decoding(ids):
     assert "".join(pieces_of(ids)) == LIBRARY.decode(ids, skip_special_tokens=False)
     assert "".join(pieces_of(ids, skip_special=True)) == LIBRARY.decode(ids, skip_special_tokens=True)
@@ -175,13 +176,13 @@ def byte_ids(data: bytes) -> list[int]:
 @example(b"\xf0\x9f\x98")
 @example(b"\xed\xa0\x80\xe2\x82")
 @example(b"\xe2\x82<\xf4\x90\x80\x80\xc0\xaf")
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=4 * MANY)
 def test_pieces_of_any_bytes_join_to_their_decoding(data):
     assert "".join(pieces_of(byte_ids(data))) == data.decode("utf-8", "replace") == LIBRARY.decode(byte_ids(data))
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]) | st.sampled_from("👩\u200d🌈\ufe0f한é"), max_size=20))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=2 * MANY)
 def test_valid_text_comes_character_by_character_as_early_as_possible(text):
     pieces = pieces_of(byte_ids(text.encode()))
     expected = [piece for character in text

@@ -1,0 +1,157 @@
+"""Known faults, one per row: where it is planted, what changes, and the guard that must catch it.
+
+A guard "stage:NAME" is a row of the stage table: replaying the golden files must fail, and fail first at that stage.
+A guard "test:FILE::NAME" is one test, which must fail. The list grows with each bug found.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """`old` stands exactly once in `file`; `new` takes its place."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    guard: str
+
+
+Q4 = "csrc/ssse3/matmul_q8.h"
+SCALAR_Q4 = "csrc/scalar/matmul_q8.h"
+
+KERNELS = (
+    Fault("nibble order swapped", Q4, "_mm_maddubs_epi16(low, a->codes[i]), _mm_maddubs_epi16(high, a->codes[4 + i])",
+          "_mm_maddubs_epi16(high, a->codes[i]), _mm_maddubs_epi16(low, a->codes[4 + i])", "stage:gemv_q4_0_q8_0"),
+    Fault("offset of -8 dropped", Q4, "out->offset = _mm_set1_epi32(8 * a->sums[b]);", "out->offset = _mm_setzero_si128();",
+          "stage:gemv_q4_0_q8_0"),
+    Fault("offset of -8 dropped, scalar", SCALAR_Q4, "isum[r] = -8 * sum;", "isum[r] = 0; (void)sum;", "stage:gemv_q4_0_q8_0"),
+    Fault("scales of rows 4..7 taken from rows 0..3", Q4, "h ? _mm_unpackhi_epi16(zero, halves) : _mm_unpacklo_epi16(zero, halves)",
+          "_mm_unpacklo_epi16(zero, halves)", "stage:gemv_q4_0_q8_0"),
+    Fault("scale of the next token", Q4, "_mm_mul_ps(dw, x[t * count].d)", "_mm_mul_ps(dw, x[(t + 1) % kind.tokens * count].d)",
+          "stage:gemm_q4_0_q8_0"),
+    Fault("sums saturate in 16 bits", Q4,
+          "__m128i pairs = _mm_maddubs_epi16(magnitude, _mm_sign_epi8(x[t * stride].codes[i], code));\n"
+          "            __m128i sums = _mm_madd_epi16(pairs, ones);\n"
+          "            isum[t] = i ? _mm_add_epi32(isum[t], sums) : sums;\n"
+          "        }\n    }\n",
+          "__m128i pairs = _mm_maddubs_epi16(magnitude, _mm_sign_epi8(x[t * stride].codes[i], code));\n"
+          "            isum[t] = i ? _mm_adds_epi16(isum[t], pairs) : pairs;\n"
+          "        }\n    }\n    for (int t = 0; t < tokens; t++)\n        isum[t] = _mm_madd_epi16(isum[t], ones);\n",
+          "stage:gemv_q8_0_q8_0"),
+    Fault("sign of a negative scale lost", Q4, "_mm_cvtepi32_ps(_mm_sign_epi32(isum[t], d))", "_mm_cvtepi32_ps(isum[t])",
+          "stage:gemv_q4_0_q8_0"),
+    Fault("last token of three forgotten", Q4, "few_tokens(a, (tile_kind){dots, block_bytes, 3, checked}, begin, end, t);",
+          "few_tokens(a, (tile_kind){dots, block_bytes, 2, checked}, begin, end, t);", "stage:gemm_q4_0_q8_0"),
+    Fault("subnormal scales read as normal", "csrc/ssse3/blocks.h",
+          "return _mm_min_ps(x, _mm_sub_ps(_mm_add_ps(x, x), _mm_set1_ps(0x1p-14f)));", "return x;", "stage:gemv_q4_0_q8_0"),
+    Fault("activation scale 1/128", "csrc/scalar/quantize_q8_0.c", "amax / 127.0f", "amax / 128.0f", "stage:quantize_q8_0"),
+    Fault("sign ignored in the block maximum", "csrc/ssse3/quantize_q8_0.c", "_mm_and_ps(_mm_loadu_ps(x + i), magnitude)",
+          "_mm_loadu_ps(x + i)", "stage:quantize_q8_0"),
+    Fault("mean of squares without eps", "csrc/scalar/rms_norm.c", "/ (float)a->n + a->eps)", "/ (float)a->n)", "stage:rms_norm"),
+    Fault("norm weight without its offset", "csrc/ssse3/rms_norm.c", "a->offset", "0.0f * a->offset", "stage:rms_norm"),
+    Fault("eps outside the root", "csrc/scalar/l2_norm.c", "__builtin_sqrtf(lane_dot(x, x, a->n) + a->eps)",
+          "(__builtin_sqrtf(lane_dot(x, x, a->n)) + a->eps)", "stage:l2_norm"),
+    Fault("conv taps reversed", "csrc/scalar/conv1d_silu.c", "sum += a->w[tap * a->channels + c] * input_row(a, t + tap)[c];",
+          "sum += a->w[tap * a->channels + c] * input_row(a, t + a->taps - tap)[c];", "stage:conv1d_silu"),
+    Fault("conv tail one row late", "csrc/scalar/conv1d_silu.c", "= input_row(a, a->tokens + i)[c];",
+          "= input_row(a, a->tokens + i - 1 + (a->tokens == 0))[c];", "stage:conv1d_silu"),
+    Fault("decay forgotten", "csrc/ssse3/gdn_recurrent.c", "__m128 decayed = _mm_mul_ps(load_n(s + 4 * half, columns - 4 * half), decay);\n"
+          "        __m128 updated", "__m128 decayed = load_n(s + 4 * half, columns - 4 * half); (void)decay;\n        __m128 updated",
+          "stage:gdn_recurrent"),
+    Fault("value head paired with key head h mod n", "csrc/scalar/gdn_recurrent.c", "h / (a->v_heads / a->k_heads)", "h % a->k_heads",
+          "stage:gdn_recurrent"),
+    Fault("output read before the write", "csrc/scalar/gdn_recurrent.c",
+          "state[i * dv + j] += k[i] * u[j];\n            out[i % CHAINS][j] += q[i] * state[i * dv + j];",
+          "out[i % CHAINS][j] += q[i] * state[i * dv + j];\n            state[i * dv + j] += k[i] * u[j];", "stage:gdn_recurrent"),
+    Fault("infinite rate times zero", "csrc/scalar/gdn_gates.c", "rate = FLT_MAX < rate ? FLT_MAX : rate;", "(void)FLT_MAX;",
+          "stage:gdn_gates"),
+    Fault("RoPE turns the other way", "csrc/scalar/rope.c", "x[j] = xj * cos[j] - yj * sin[j];", "x[j] = xj * cos[j] + yj * sin[j];",
+          "stage:rope"),
+    Fault("causal mask one token wide", "csrc/scalar/attention.c", "int64_t seen = a->start + item / a->heads + 1",
+          "int64_t seen = a->start + item / a->heads + (item / a->heads + a->start == 0)", "stage:attention"),
+    Fault("kv head of the neighbour", "csrc/ssse3/attention.c", "int64_t kv_head = item % a->heads / shared;",
+          "int64_t kv_head = (item % a->heads / shared + 1) % a->kv_heads;", "stage:attention"),
+    Fault("old sums not corrected by the new maximum", "csrc/scalar/attention.c",
+          "o[d + i] = begins ? acc[i] : o[d + i] * correction + acc[i];", "o[d + i] = begins ? acc[i] : o[d + i] + acc[i]; (void)correction;",
+          "stage:attention"),
+    Fault("router ties to the higher id", "csrc/scalar/topk.h", "at > 0 && logits[expert] > logits[ids[at - 1]]",
+          "at > 0 && logits[expert] >= logits[ids[at - 1]]", "stage:router_topk"),
+    Fault("shared expert without its gate", "csrc/ssse3/moe_combine.c", "f32_sigmoid(a->shared_gate[t])", "1.0f", "stage:moe_combine"),
+    Fault("silu on the wrong half", "csrc/scalar/swiglu.c", "f32_silu(gate[i]) * up[i]", "f32_silu(up[i]) * gate[i]", "stage:swiglu"),
+)
+
+MODEL = (
+    Fault("query and gate halves swapped", "fermi_engine/model/attention.py",
+          "query = k.rms_norm(query_gate, self.q_norm, c.rms_norm_eps)",
+          "query = k.rms_norm(np.roll(query_gate, head_dim, axis=1), self.q_norm, c.rms_norm_eps)", "stage:gated_attention"),
+    Fault("rotary axes shifted by one", "fermi_engine/model/attention.py", "axis[which : 3 * section[which] : 3] = which",
+          "axis[which - 1 : 3 * section[which] : 3] = which", "test:tests/test_model.py::test_axes_and_frequencies_are_those_of_the_reference"),
+    Fault("rotary frequencies start at the second", "fermi_engine/model/attention.py", "np.float32(2 * j) / np.float32(rotary_dim)",
+          "np.float32(2 * j + 2) / np.float32(rotary_dim)", "stage:decoder"),
+    Fault("values taken from where keys are", "fermi_engine/model/gated_delta_net.py", "mixed, 2 * c.linear_key_dim, g, beta",
+          "mixed, c.linear_key_dim, g, beta", "stage:gated_delta_net"),
+    Fault("a and b exchanged", "fermi_engine/model/gated_delta_net.py",
+          "k.gdn_gates(k.gemm_f32(u.x, self.in_proj_a), k.gemm_f32(u.x, self.in_proj_b)",
+          "k.gdn_gates(k.gemm_f32(u.x, self.in_proj_b), k.gemm_f32(u.x, self.in_proj_a)", "stage:gated_delta_net"),
+    Fault("expert rows handed to the wrong slot", "fermi_engine/model/moe.py", "row_of[order] = np.arange(ids.size, dtype=np.int32)",
+          "row_of[:] = order", "stage:sparse_moe"),
+    Fault("shared expert fed by routed weights", "fermi_engine/model/moe.py", "k.gemm_f32(u.x, self.shared_expert_gate)",
+          "np.ascontiguousarray(weights[:, :1])", "stage:sparse_moe"),
+    Fault("second norm of a layer is the first", "fermi_engine/model/decoder.py", 'f"layers.{index}.post_attention_layernorm.weight"',
+          'f"layers.{index}.input_layernorm.weight"', "stage:decoder"),
+    Fault("positions restart in every call", "fermi_engine/model/decoder.py", "rope = self.rope(state.position, len(ids))",
+          "rope = self.rope(0, len(ids))", "stage:snapshot_resume"),
+    Fault("keys of later calls written one position early", "fermi_engine/state.py", "page, row = divmod(at, self.page_tokens)",
+          "page, row = divmod(at - (start > 1), self.page_tokens)", "stage:snapshot_resume"),
+    Fault("snapshot shares its state", "fermi_engine/session.py", "Snapshot(self.tokens, self.state.copy(), self.engine.pack_hash)",
+          "Snapshot(self.tokens, self.state, self.engine.pack_hash)", "test:tests/test_exactness.py::test_snapshot_resumes_to_the_bit"),
+    Fault("logits of the first token of the last block", "fermi_engine/session.py", "self.engine.decoder.logits(hidden[-1:])[0]",
+          "self.engine.decoder.logits(hidden[:1])[0]", "test:tests/test_exactness.py::test_every_two_way_split"),
+)
+
+FILES = (
+    Fault("quantiser takes the largest magnitude without its sign", "fermi_engine/formats.py",
+          "peak = x[np.arange(len(x)), np.abs(x).argmax(axis=1)]", "peak = np.abs(x).max(axis=1)", "stage:q4_0_quantize"),
+    Fault("quantiser rounds by 8 instead of 8.5", "fermi_engine/formats.py", "codes += np.float32(8.5)", "codes += np.float32(8)",
+          "stage:q4_0_quantize"),
+    Fault("nibbles packed in pairs", "fermi_engine/formats.py", "codes[:, :16] | codes[:, 16:] << np.uint8(4)",
+          "codes[:, ::2] | codes[:, 1::2] << np.uint8(4)", "stage:q4_0_quantize"),
+    Fault("q8_0 codes truncated", "fermi_engine/formats.py",
+          "codes += np.copysign(np.nextafter(np.float32(0.5), np.float32(0)), codes)", "codes += 0", "stage:q8_0_quantize"),
+    Fault("NaN in the source let through", "fermi_engine/formats.py", "if not good.all():", "if False:",
+          "test:tests/test_formats.py::test_nan_and_infinity_are_refused_with_their_row"),
+    Fault("up rows before gate rows", "fermi_engine/checkpoint.py", "np.concatenate((gate, up)) if", "np.concatenate((up, gate)) if",
+          "test:tests/test_checkpoint.py::test_expert_rows_hide_the_layout"),
+    Fault("bf16 read as f16", "fermi_engine/checkpoint.py", '"BF16": np.dtype("<u2")', '"BF16": np.dtype("<f2")',
+          "test:tests/test_checkpoint.py::test_every_16_bit_pattern_widens_exactly"),
+    Fault("overlapping tensors let through", "fermi_engine/safetensors_header.py", "if entry.begin != position:",
+          "if entry.begin > position:", "test:tests/test_checkpoint.py::test_offsets_must_tile"),
+    Fault("truncated shard let through", "fermi_engine/safetensors_header.py", "if data_bytes < position:", "if data_bytes < 0:",
+          "test:tests/test_checkpoint.py::test_truncated"),
+    Fault("leftover tensors let through", "fermi_engine/checkpoint.py", "extra = ", "extra = [] and ",
+          "test:tests/test_checkpoint.py::test_missing_and_leftover"),
+    Fault("seal not compared", "fermi_engine/pack.py", "if last != seal_digest(header_bytes, digests):", "if False:",
+          "test:tests/test_pack.py::test_header_that_was_touched"),
+    Fault("checksum not compared", "fermi_engine/pack.py", "if running.digest() != digest:", "if False:",
+          "test:tests/test_pack.py::test_check_names_the_tensor_with_a_flipped_bit"),
+)
+
+TEXT = (
+    Fault("greedy ties to the highest id", "fermi_engine/sampling.py", "return int(np.argmax(adjusted))",
+          "return int(adjusted.size - 1 - np.argmax(adjusted[::-1]))",
+          "test:tests/test_sampling.py::test_greedy_takes_the_highest_and_of_ties_the_lowest_id"),
+    Fault("repetition penalty rewards negative logits", "fermi_engine/sampling.py",
+          "np.where(old > 0, old / p.repetition_penalty, old * p.repetition_penalty)", "old / p.repetition_penalty",
+          "test:tests/test_sampling.py::test_penalties_by_hand"),
+    Fault("top-p keeps one token too few", "fermi_engine/sampling.py", 'side="left")) + 1, order.size)', 'side="left")), order.size) or 1',
+          "test:tests/test_sampling.py::test_filters_and_draw_equal_the_slow_definition"),
+    Fault("min-p against the sum", "fermi_engine/sampling.py", "weights.max() * np.float32(p.min_p)", "np.float32(total) * np.float32(p.min_p)",
+          "test:tests/test_sampling.py::test_filters_and_draw_equal_the_slow_definition"),
+    Fault("end-of-turn text shown", "fermi_engine/generate.py", "in self.eos_ids", "in ()",
+          "test:tests/test_generate.py::test_end_of_turn_ends_and_is_not_shown"),
+)
+
+FAULTS = KERNELS + MODEL + FILES + TEXT

@@ -1,0 +1,295 @@
+"""Tasks whose right answers are known by construction: prompts as chats, answers, and checks of answers.
+
+Each sample is drawn from a `random.Random`; names, sums, calls and texts fall by a hash into a part for training and a
+held-out part. An answer is what a model writes after the generation prompt, so it begins with the reasoning where
+thinking is on.
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from fermi_engine import chat
+from fermi_engine.tokenizer import Tokenizer
+from tools import tiny_calls as calls
+from tools import tiny_words as w
+
+Messages = list[dict[str, Any]]
+Measure = Callable[[str], int]  # tokens of a text
+DEPTHS = tuple(d / 10 for d in range(1, 10))
+TURN_TOKENS = 22  # tags, role words and a short answer of one question and its answer
+THINKING_SHARE = 0.15
+FILLERS = ("I see.", "All right.")
+PETS = ("dog", "cat", "boat", "street", "teacher", "sister", "horse", "village", "bakery", "ship", "parrot", "doctor",
+        "garden", "school", "team", "robot")
+NUMBERED = ("room", "locker", "seat", "bus", "flight", "ticket", "door", "shelf")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt and what should follow it.
+
+    messages: up to the user turn to be answered; answer: reasoning and reply, without the end-of-turn token;
+    expected: what the checker compares with.
+    """
+
+    task: str
+    messages: Messages
+    answer: str
+    expected: Any
+    thinking: bool = False
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A code and how deep in the context it stands (share of the context's tokens before it)."""
+
+    name: str
+    code: str
+    depth: float
+
+
+def user(text: str) -> dict[str, Any]:
+    """A user message."""
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    """An answer given before."""
+    return {"role": "assistant", "content": text}
+
+
+def _sample(rng: Random, task: str, messages: Messages, reply: str, thought: str, **fields: Any) -> Sample:
+    """A sample that thinks aloud now and then."""
+    if rng.random() >= THINKING_SHARE:
+        return Sample(task, messages, reply, **{"expected": reply, **fields})
+    return Sample(task, messages, f"{thought}\n</think>\n\n{reply}", **{"expected": reply, **fields}, thinking=True)
+
+
+def context(rng: Random, held: bool, measure: Measure, tokens: int, depths: Sequence[float]) -> tuple[str, list[Fact]]:
+    """About `tokens` tokens of filler in several languages, with one code at each of `depths` (0..1)."""
+    facts = [Fact(name, w.code(rng), depth)
+             for name, depth in zip(w.names(rng, held, len(depths)), sorted(depths), strict=True)]
+    statements = [w.LANGUAGES[rng.choice(w.MIX)].statement.format(name=fact.name, code=fact.code) for fact in facts]
+    room = tokens - sum(measure(" " + text) for text in statements)
+    parts: list[str] = []
+    used, placed = 0, 0
+    while used < room:
+        while placed < len(facts) and facts[placed].depth * room <= used:
+            parts.append(statements[placed])
+            placed += 1
+        text = w.sentence(rng)
+        used += measure(" " + text)
+        if used <= room:
+            parts.append(text)
+    return " ".join(parts + statements[placed:]), facts
+
+
+def ask(rng: Random, fact: Fact) -> str:
+    """The question for a code, in any language."""
+    return w.LANGUAGES[rng.choice(w.MIX)].question.format(name=fact.name)
+
+
+def needle(rng: Random, held: bool, measure: Measure, tokens: int) -> Sample:
+    """Codes in a context of such a length that the whole has about `tokens` tokens, and one or more questions."""
+    most = max(1, tokens // 60)
+    count = rng.randint(1, min(most, 32))
+    questions = 1 if rng.random() < 0.25 else rng.randint(1, min(count, 16))
+    room = max(8, tokens - questions * (TURN_TOKENS + 14))
+    text, facts = context(rng, held, measure, room, [rng.random() for _ in range(count)])
+    messages: Messages = []
+    asked = rng.sample(facts, questions)
+    for i, fact in enumerate(asked):
+        messages.append(user((f"{text}\n\n" if i == 0 else "") + ask(rng, fact)))
+        if i < questions - 1:
+            messages.append(assistant(fact.code))
+    return _sample(rng, "needle", messages, asked[-1].code, f"I look for {asked[-1].name}.")
+
+
+def needle_row(rng: Random, held: bool, measure: Measure, tokens: int, depths: Sequence[float] = DEPTHS) -> list[Sample]:
+    """One context with a code at each of `depths` and one sample for each: they share all but the question."""
+    text, facts = context(rng, held, measure, tokens - TURN_TOKENS - 14, depths)
+    return [Sample("needle", [user(f"{text}\n\n{w.LANGUAGES['en'].question.format(name=fact.name)}")], fact.code, fact.code)
+            for fact in facts]
+
+
+def copying(rng: Random, held: bool, measure: Measure, tokens: int) -> Sample:
+    """A string of words, names, numbers, emoji and rare characters to be given back."""
+    makers = (
+        lambda: w.words(rng, 1)[0], lambda: w.words(rng, 1)[0], lambda: w.name(rng, held),
+        lambda: str(rng.randrange(10 ** rng.randint(1, 5))), lambda: rng.choice(w.EMOJI),
+        lambda: "".join(rng.choice("abcdefghijkmnpqrstuvwxyzABCDEFGHKLMNPQRSTUVWXYZ23456789-_+") for _ in range(5)),
+        lambda: chr(rng.randrange(0x4E00, 0x9FA0)), lambda: chr(rng.randrange(0x1F400, 0x1F440)),
+    )
+    room = min(tokens - 40, rng.randint(4, 60))
+    while True:
+        parts = [rng.choice(makers)()]
+        while measure(" ".join(parts)) < room:
+            parts.append(rng.choice(makers)())
+        text = unicodedata.normalize("NFC", " ".join(parts))
+        if w.held_out(text) == held:
+            break
+    form = rng.choice(("Repeat exactly: {}", "Copy this text: {}"))
+    return _sample(rng, "copying", [user(form.format(text))], text, "I repeat the text.")
+
+
+def arithmetic(rng: Random, held: bool, measure: Measure, tokens: int) -> Sample:
+    """a + b or a - b (not negative) of up to three digits, worked out digit by digit in the reasoning."""
+    while True:
+        a, b = (rng.randrange(10 ** rng.randint(1, 3)) for _ in range(2))
+        plus = rng.random() < 0.5
+        a, b = (a, b) if plus else (max(a, b), min(a, b))
+        sign = "+" if plus else "-"
+        if w.held_out(f"{a} {sign} {b}") == held:
+            break
+    form = rng.choice(("What is {} {} {}?", "Calculate {} {} {}."))
+    steps, result = worked(a, b, plus)
+    return Sample("arithmetic", [user(form.format(a, sign, b))], f"{steps}\n</think>\n\n{result}", result, thinking=True)
+
+
+def worked(a: int, b: int, plus: bool) -> tuple[str, str]:
+    """The steps of a written sum or difference, last digits first, and the result.
+
+    A line reads `x+y+c=de` with the carry c so far, the new carry d and the digit e; for a difference `x-y-c=de` with
+    a borrow in place of the carry.
+    """
+    width = max(len(str(a)), len(str(b)))
+    sign, carry, lines = "+" if plus else "-", 0, []
+    for x, y in zip(reversed(f"{a:0{width}d}"), reversed(f"{b:0{width}d}"), strict=True):
+        total = int(x) + int(y) + carry if plus else int(x) - int(y) - carry
+        lines.append(f"{x}{sign}{y}{sign}{carry}={abs(total // 10)}{total % 10}")
+        carry = abs(total // 10)
+    return "\n".join(lines), str(a + b if plus else a - b)
+
+
+def turns(rng: Random, held: bool, measure: Measure, tokens: int) -> Sample:
+    """A conversation of facts about the user, with questions about earlier turns; the last turn is one."""
+    kinds = rng.sample(PETS + NUMBERED, rng.randint(2, max(2, min(10, tokens // 50))))
+    facts = {kind: w.name(rng, held) if kind in PETS else str(rng.randrange(10, 10000)) for kind in kinds}
+    messages: Messages = []
+    known: list[str] = []
+    used = 0
+    for kind, value in facts.items():
+        told = f"My {kind} is called {value}." if kind in PETS else f"My {kind} number is {value}."
+        events = [(told, f"Noted, your {kind}.")]
+        if rng.random() < 0.3:
+            events.append((w.sentence(rng), rng.choice(FILLERS)))
+        known.append(kind)
+        if rng.random() < 0.3:
+            events.append(_recall(facts, rng.choice(known)))
+        cost = sum(measure(q) + measure(a) + 10 for q, a in events)
+        if used + cost > tokens - 2 * TURN_TOKENS and used:
+            known.pop()
+            break
+        used += cost
+        messages += [message for q, a in events for message in (user(q), assistant(a))]
+    kind = rng.choice(known)
+    question, reply = _recall(facts, kind)
+    return _sample(rng, "turns", [*messages, user(question)], reply, f"I look for your {kind}.")
+
+
+def _recall(facts: dict[str, str], kind: str) -> tuple[str, str]:
+    return f"What is my {kind} called?" if kind in PETS else f"What is my {kind} number?", facts[kind]
+
+
+def tool_call(rng: Random, held: bool, measure: Measure, tokens: int) -> Sample:
+    """Schemas of one to three tools in the system turn, a request, and the call that serves it."""
+    chosen = rng.sample(calls.TOOLS, rng.randint(1, 3))
+    drawn = [calls.draw(rng, tool, held) for tool in chosen]
+    names = {call.name for call in drawn}
+    right = rng.choice(drawn)
+    schemas = [call.schema for call in drawn] if len(names) == len(drawn) else [right.schema]
+    return _sample(rng, "tool_call", [user(right.sentence)], calls.call_text(right.name, right.arguments),
+                   f"I call {right.name}.", expected=(right.name, right.arguments), tools=schemas)
+
+
+TASKS: dict[str, Callable[[Random, bool, Measure, int], Sample]] = {
+    "needle": needle, "copying": copying, "arithmetic": arithmetic, "turns": turns, "tool_call": tool_call,
+}
+
+
+def reply_of(sample: Sample, text: str) -> str | None:
+    """The reply in a generated text, without its reasoning; None when the reasoning never ends."""
+    if not sample.thinking:
+        return text.strip()
+    reasoning, closed, reply = text.partition(chat.THINK_CLOSE)
+    return reply.strip() if closed else None
+
+
+def check(sample: Sample, text: str) -> bool:
+    """Whether `text`, generated after the prompt, gives the right answer (reasoning may be worded differently)."""
+    reply = reply_of(sample, text)
+    if reply is None:
+        return False
+    if sample.task != "tool_call":
+        return reply == sample.expected
+    content, found = chat.parse_tool_calls(reply, sample.tools)
+    if content or len(found) != 1:
+        return False
+    schema = next((t for t in sample.tools or [] if t["function"]["name"] == found[0].name), None)
+    return (schema is not None and calls.fits_schema(found[0].arguments, schema)
+            and (found[0].name, found[0].arguments) == sample.expected)
+
+
+class Encoder:
+    """Samples to ids, through the engine's own chat template and tokenizer code."""
+
+    def __init__(self, files: dict[str, bytes], vocab_size: int) -> None:
+        self.tokenizer = Tokenizer.from_bytes(files, vocab_size)
+        self.template = chat.find_template(files)
+        self.end = self.tokenizer.id_of("<|im_end|>")
+        self._start = self.tokenizer.id_of("<|im_start|>")
+        self._role = self.tokenizer.encode("assistant\n")
+
+    @classmethod
+    def from_directory(cls, path: Path) -> Encoder:
+        """Of a checkpoint directory."""
+        files = {name: (path / name).read_bytes()
+                 for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")}
+        text = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return cls(files, text.get("text_config", text)["vocab_size"])
+
+    def measure(self, text: str) -> int:
+        """Tokens of a plain text."""
+        return len(self.tokenizer.encode(text))
+
+    def prompt(self, sample: Sample) -> list[int]:
+        """Ids up to and including the generation prompt."""
+        return chat.encode(self.tokenizer, self.template, sample.messages, tools=sample.tools,
+                           enable_thinking=sample.thinking)
+
+    def answer(self, sample: Sample) -> list[int]:
+        """Ids that a right model generates, the end of the turn included."""
+        return [*self.tokenizer.encode(sample.answer), self.end]
+
+    def marked(self, sample: Sample) -> tuple[list[int], list[bool]]:
+        """Ids of prompt and answer, and which of them the model is to learn: all that assistants say."""
+        prompt, answer = self.prompt(sample), self.answer(sample)
+        ids, said = prompt + answer, [False] * len(prompt) + [True] * len(answer)
+        for begin, end in self._earlier_answers(prompt):
+            said[begin:end] = [True] * (end - begin)
+        return ids, said
+
+    def _earlier_answers(self, prompt: list[int]) -> Iterator[tuple[int, int]]:
+        width = len(self._role)
+        starts = [i + 1 for i, token in enumerate(prompt) if token == self._start]
+        for start in starts:
+            if prompt[start : start + width] == self._role and self.end in prompt[start:]:
+                yield start + width, prompt.index(self.end, start) + 1
+
+
+def drawn(task: str, split: str, seed: int, index: int, measure: Measure, tokens: int) -> Sample:
+    """Sample `index` of a task: `split` 'train' or 'held'; the same arguments give the same sample."""
+    return TASKS[task](Random(f"{split} {task} {seed} {index} {tokens}"), split == "held", measure, tokens)
+
+
+def drawn_row(split: str, seed: int, index: int, measure: Measure, tokens: int) -> list[Sample]:
+    """Row `index` of needles at all DEPTHS of one context."""
+    return needle_row(Random(f"{split} row {seed} {index} {tokens}"), split == "held", measure, tokens)
