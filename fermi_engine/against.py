@@ -78,7 +78,9 @@ def _row(name: str, value: np.ndarray, free: dict[str, np.ndarray], dump: dict[s
     if kind in ROUTED or kind == "router_ids":
         counted = _decided(name, dump, len(truth))
     if truth.shape != value.shape:
-        raise VerifyError(f"dump tensor {name} has shape {truth.shape}, the engine's is {value.shape}: another model or layout")
+        raise VerifyError(
+            f"dump tensor {name} has shape {truth.shape}, the engine's is {value.shape}: another model or layout"
+        )
     if kind == "router_ids":
         differing = [int((got != truth)[counted].any(axis=1).sum()) for got in (value, free[name])]
         return Row(name, differing[0], differing[1], 0, int((~counted).sum()))
@@ -108,20 +110,30 @@ def _tensor(dump: dict[str, np.ndarray], name: str) -> np.ndarray:
 
 def _entry(dump: dict[str, np.ndarray], name: str) -> np.ndarray:
     if name not in dump:
-        raise VerifyError(f"the dump lacks {name}: it is of another model or was cut; make it again with tools/dump_reference.py")
+        raise VerifyError(
+            f"the dump lacks {name}: it is of another model or was cut; make it again with tools/dump_reference.py"
+        )
     return dump[name]
 
 
 def _read(path: Path, engine: Engine) -> dict[str, np.ndarray]:
     tensors, metadata, start = read_header(path, VerifyError)
     if metadata.get("format") != DUMP_FORMAT or metadata.get("version") != DUMP_VERSION:
-        raise VerifyError(f"{path} is not a version {DUMP_VERSION} reference dump; make one with tools/dump_reference.py")
+        raise VerifyError(
+            f"{path} is not a version {DUMP_VERSION} reference dump; make one with tools/dump_reference.py"
+        )
     if metadata.get("pack") != engine.pack_hash:
-        raise VerifyError(f"{path} was made from pack {metadata.get('pack', '?')[:12]}, the model is pack "
-                          f"{engine.pack_hash[:12]}; dump the reference of this pack")
+        raise VerifyError(
+            f"{path} was made from pack {metadata.get('pack', '?')[:12]}, the model is pack "
+            f"{engine.pack_hash[:12]}; dump the reference of this pack"
+        )
     if metadata.get("activations") != engine.options.activations:
-        raise VerifyError(f"{path} holds activations={metadata.get('activations')}, the engine runs "
-                          f"{engine.options.activations}; pass --activations {metadata.get('activations')}")
+        raise VerifyError(
+            f"{path} holds activations={metadata.get('activations')}, the engine runs "
+            f"{engine.options.activations}; pass --activations {metadata.get('activations')}"
+        )
     data = path.read_bytes()[start:]
-    return {name: np.frombuffer(data[begin:end], _DTYPES[dtype]).reshape(shape)
-            for name, (dtype, shape, begin, end) in tensors.items()}
+    return {
+        name: np.frombuffer(data[begin:end], _DTYPES[dtype]).reshape(shape)
+        for name, (dtype, shape, begin, end) in tensors.items()
+    }

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fermi_engine import report
-from fermi_engine.kernels import dispatch
 
 STAGE_COLUMNS = ("stage", "backend", "metric", "value", "limit", "ratio", "verdict")
 LAYER_TITLE = "fed: largest error of a layer that gets the dump's input; free: of a run left to itself"
@@ -21,30 +19,22 @@ def stages(backend: str | None, names: Sequence[str], as_json: bool) -> bool:
     """Replay stored results on `backend`, or on every backend of this CPU; True when all passed. Raises FermiError."""
     from fermi_engine import verify
 
-    rows = []
-    for each in _backends(backend):
-        with report.progress(f"verifying {each}", "results") as progress:
-            rows += verify.replay(each, list(names) or None, progress)
-    first = first_divergence(rows)
+    with report.progress("verifying", "checks") as progress:
+        rows = verify.replay(backend, list(names) or None, progress)
+    first = verify.first_divergence(rows)
     if as_json:
         report.json_document({"passed": first is None, "first_divergence": first and first.stage,
-                              "rows": [{name: getattr(row, name) for name in STAGE_COLUMNS} for row in rows]})
+                              "rows": [row._asdict() for row in rows]})
     else:
         drawn = [(row.stage, row.backend, row.metric, *map(_number, (row.value, row.limit, row.ratio)),
                   *_verdict(row.passed)) for row in rows]
         report.table("", STAGE_COLUMNS, drawn, right=("value", "limit", "ratio"))
     if first is not None:
         report.note(f"first stage that diverges: {first.stage} on {first.backend}: {first.metric} "
-                    f"{_number(first.value)}, limit {_number(first.limit)}")
+                    f"{_number(first.value)}, limit {_number(first.limit)} ({first.detail})")
     elif not as_json:
         print(f"all {len(rows)} checks passed")
     return first is None
-
-
-def first_divergence(rows: Sequence[Any]) -> Any | None:
-    """The failed row that comes first in the order of the stages, whichever backend it is of; None when all passed."""
-    order = list(dict.fromkeys(row.stage for row in rows))
-    return min((row for row in rows if not row.passed), key=lambda row: order.index(row.stage), default=None)
 
 
 def against(model: Path, dump: Path, backend: str | None, activations: str, threads: int | None, as_json: bool) -> bool:
@@ -72,14 +62,6 @@ def against(model: Path, dump: Path, backend: str | None, activations: str, thre
     elif not as_json:
         print(f"all {len(rows)} tensors within their limits")
     return first is None
-
-
-def _backends(backend: str | None) -> list[str]:
-    forced = backend or os.environ.get("FERMI_BACKEND") or None
-    if forced is None:
-        return dispatch.supported()
-    dispatch.table(forced)  # an unknown or unusable one is refused here
-    return [forced]
 
 
 def _place(tensor: str) -> str:

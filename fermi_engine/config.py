@@ -1,4 +1,4 @@
-"""ModelConfig: what a checkpoint says about itself, in Hugging Face field names. EngineConfig: what the user asks of the engine."""
+"""ModelConfig: what a checkpoint says about itself, in Hugging Face names. EngineConfig: what the user asks of the engine."""
 
 from __future__ import annotations
 
@@ -77,8 +77,10 @@ class ModelConfig:
         """Inverse of `to_dict`. Raises ConfigError for unknown or missing fields."""
         known = {f.name for f in dataclasses.fields(cls)}
         if set(fields) - known:
-            raise ConfigError(f"model configuration has unknown fields {sorted(set(fields) - known)}: "
-                              "it comes from another version; convert the checkpoint again")
+            raise ConfigError(
+                f"model configuration has unknown fields {sorted(set(fields) - known)}: "
+                "it comes from another version; convert the checkpoint again"
+            )
         tupled = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
         try:
             return cls(**tupled)
@@ -180,13 +182,19 @@ def _rope(text: dict[str, Any]) -> dict[str, Any]:
     if theta is None:
         raise ConfigError("config.json lacks 'rope_theta' (also looked in rope_parameters); the file is incomplete")
     factor = merged.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25))
-    return {"rope_theta": theta, "partial_rotary_factor": factor,
-            "mrope_section": merged.get("mrope_section") or [11, 11, 10]}
+    return {
+        "rope_theta": theta,
+        "partial_rotary_factor": factor,
+        "mrope_section": merged.get("mrope_section") or [11, 11, 10],
+    }
 
 
 def _check(c: ModelConfig) -> None:
-    positive = [f.name for f in dataclasses.fields(c)
-                if f.type == "int" and f.default is dataclasses.MISSING and getattr(c, f.name) < 1]
+    positive = [
+        f.name
+        for f in dataclasses.fields(c)
+        if f.type == "int" and f.default is dataclasses.MISSING and getattr(c, f.name) < 1
+    ]
     problems = [f"{name} = {getattr(c, name)} must be positive" for name in positive]
     if not positive:
         problems += _contradictions(c)
@@ -196,23 +204,39 @@ def _check(c: ModelConfig) -> None:
 
 def _contradictions(c: ModelConfig) -> list[str]:
     rules = [
-        (len(c.layer_types) == c.num_hidden_layers,
-         f"layer_types has {len(c.layer_types)} entries for num_hidden_layers = {c.num_hidden_layers}"),
-        (set(c.layer_types) <= set(LAYER_TYPES), f"layer_types has unknown kinds {sorted(set(c.layer_types) - set(LAYER_TYPES))}"),
-        (c.num_attention_heads % c.num_key_value_heads == 0,
-         f"num_attention_heads = {c.num_attention_heads} is not a multiple of num_key_value_heads = {c.num_key_value_heads}"),
-        (c.linear_num_value_heads % c.linear_num_key_heads == 0,
-         f"linear_num_value_heads = {c.linear_num_value_heads} is not a multiple of linear_num_key_heads = {c.linear_num_key_heads}"),
-        (0 < c.rotary_dim <= c.head_dim and c.rotary_dim % 2 == 0,
-         f"rotary part of a head is {c.rotary_dim} of {c.head_dim}; it must be even, positive and no more than the head"),
+        (
+            len(c.layer_types) == c.num_hidden_layers,
+            f"layer_types has {len(c.layer_types)} entries for num_hidden_layers = {c.num_hidden_layers}",
+        ),
+        (
+            set(c.layer_types) <= set(LAYER_TYPES),
+            f"layer_types has unknown kinds {sorted(set(c.layer_types) - set(LAYER_TYPES))}",
+        ),
+        (
+            c.num_attention_heads % c.num_key_value_heads == 0,
+            f"num_attention_heads = {c.num_attention_heads} is not a multiple of num_key_value_heads = {c.num_key_value_heads}",
+        ),
+        (
+            c.linear_num_value_heads % c.linear_num_key_heads == 0,
+            f"linear_num_value_heads = {c.linear_num_value_heads} is not a multiple of "
+            f"linear_num_key_heads = {c.linear_num_key_heads}",
+        ),
+        (
+            0 < c.rotary_dim <= c.head_dim and c.rotary_dim % 2 == 0,
+            f"rotary part of a head is {c.rotary_dim} of {c.head_dim}; it must be even, positive and no more than the head",
+        ),
         (len(c.mrope_section) == 3, f"mrope_section {c.mrope_section} needs three entries"),
         (math.isfinite(c.rms_norm_eps) and c.rms_norm_eps > 0, f"rms_norm_eps = {c.rms_norm_eps} must be positive"),
         (math.isfinite(c.rope_theta) and c.rope_theta > 0, f"rope_theta = {c.rope_theta} must be positive"),
         (c.num_experts > 0 or c.intermediate_size > 0, "intermediate_size must be positive in a dense model"),
-        (c.num_experts == 0 or 0 < c.num_experts_per_tok <= c.num_experts,
-         f"num_experts_per_tok = {c.num_experts_per_tok} must lie in 1..{c.num_experts} (num_experts)"),
-        (c.num_experts == 0 or (c.moe_intermediate_size > 0 and c.shared_expert_intermediate_size > 0),
-         "moe_intermediate_size and shared_expert_intermediate_size must be positive"),
+        (
+            c.num_experts == 0 or 0 < c.num_experts_per_tok <= c.num_experts,
+            f"num_experts_per_tok = {c.num_experts_per_tok} must lie in 1..{c.num_experts} (num_experts)",
+        ),
+        (
+            c.num_experts == 0 or (c.moe_intermediate_size > 0 and c.shared_expert_intermediate_size > 0),
+            "moe_intermediate_size and shared_expert_intermediate_size must be positive",
+        ),
     ]
     return [text for holds, text in rules if not holds]
 

@@ -33,8 +33,15 @@ class Engine:
         self.decoder = Decoder(pack, self.kernels, options.activations)
 
     @classmethod
-    def load(cls, path: str | Path, format: str | None = None, backend: str | None = None, threads: int | None = None,
-             config: EngineConfig | None = None, progress: Callable[[int, int, str], None] | None = None) -> Engine:
+    def load(
+        cls,
+        path: str | Path,
+        format: str | None = None,
+        backend: str | None = None,
+        threads: int | None = None,
+        config: EngineConfig | None = None,
+        progress: Callable[[int, int, str], None] | None = None,
+    ) -> Engine:
         """Load a pack, or a checkpoint directory (converted once into a cache).
 
         format: 'q4_0' (default), 'q8_0' or 'f32' for a directory; for a pack it must be absent or the pack's own.
@@ -85,9 +92,16 @@ class Engine:
 
         return Session(self)
 
-    def generate(self, ids: Sequence[int], params: SamplingParams | None = None, stop: Sequence[str] = (), *,
-                 session: Session | None = None, reasoning_open: bool = False,
-                 cancelled: Callable[[], bool] | None = None) -> Iterator[Piece]:
+    def generate(
+        self,
+        ids: Sequence[int],
+        params: SamplingParams | None = None,
+        stop: Sequence[str] = (),
+        *,
+        session: Session | None = None,
+        reasoning_open: bool = False,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Iterator[Piece]:
         """Stream the continuation of `ids`, one Piece a token; the generator returns a Finish record.
 
         session: continue this one (its tokens come before `ids`); else a new one. reasoning_open: the prompt ends inside
@@ -99,12 +113,22 @@ class Engine:
         timeline = session or self.session()
         room = self.context - timeline.position
         if len(ids) > room:
-            raise RequestError(f"{timeline.position + len(ids)} tokens exceed the context of {self.context}; "
-                               "shorten the prompt or raise --ctx-size")
+            raise RequestError(
+                f"{timeline.position + len(ids)} tokens exceed the context of {self.context}; "
+                "shorten the prompt or raise --ctx-size"
+            )
         return generate.stream(
-            timeline, ids, params or SamplingParams(), eos_ids=self.eos_ids, context=room,
-            tokenizer=self.tokenizer if self.has_tokenizer else None, stop=stop, reasoning_open=reasoning_open,
-            cancelled=cancelled, exp=self.kernels.exp_f32)
+            timeline,
+            ids,
+            params or SamplingParams(),
+            eos_ids=self.eos_ids,
+            context=room,
+            tokenizer=self.tokenizer if self.has_tokenizer else None,
+            stop=stop,
+            reasoning_open=reasoning_open,
+            cancelled=cancelled,
+            exp=self.kernels.exp_f32,
+        )
 
 
 def _open_pack(path: Path, format: str | None, progress: Callable[[int, int, str], None] | None) -> Pack:
@@ -116,6 +140,8 @@ def _open_pack(path: Path, format: str | None, progress: Callable[[int, int, str
         return Pack.open(cached_pack(path, format or "q4_0", progress=progress))
     pack = Pack.open(path)
     if format is not None and pack.default_format != format:
-        raise ConfigError(f"{path} is a {pack.default_format} pack; format={format!r} was asked for: "
-                          "convert the checkpoint again with --format, or leave the format out")
+        raise ConfigError(
+            f"{path} is a {pack.default_format} pack; format={format!r} was asked for: "
+            "convert the checkpoint again with --format, or leave the format out"
+        )
     return pack

@@ -110,8 +110,9 @@ def progress(label: str, unit: str = "bytes") -> Iterator[Progress]:
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), TextColumn("{task.fields[amount]}"),
-               TimeRemainingColumn(), TextColumn("{task.fields[item]}", markup=False))
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20),
+               TextColumn("{task.fields[amount]}"), TimeRemainingColumn(),
+               TextColumn("{task.fields[item]}", markup=False))
     with Progress(*columns, console=console(sys.stderr), transient=True) as bar:
         task = bar.add_task(label, total=None, amount="", item="", visible=False)
 

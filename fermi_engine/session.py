@@ -76,7 +76,9 @@ class Session:
         checked = self._checked(ids)
         with self._moving():
             decoder = self.engine.decoder
-            rows = [decoder.logits(decoder.hidden(block, self.state, trace), trace) for _, block in self._blocks(checked)]
+            rows = [
+                decoder.logits(decoder.hidden(block, self.state, trace), trace) for _, block in self._blocks(checked)
+            ]
         self._tokens.extend(checked.tolist())
         return np.concatenate(rows)
 
@@ -91,8 +93,10 @@ class Session:
     def restore(self, snapshot: Snapshot) -> None:
         """Continue from a snapshot. Raises RequestError when it belongs to another model."""
         if snapshot.pack_hash != self.engine.pack_hash:
-            raise RequestError(f"snapshot of pack {snapshot.pack_hash[:12]} cannot be restored into a session of pack "
-                               f"{self.engine.pack_hash[:12]}: states of different models do not mix")
+            raise RequestError(
+                f"snapshot of pack {snapshot.pack_hash[:12]} cannot be restored into a session of pack "
+                f"{self.engine.pack_hash[:12]}: states of different models do not mix"
+            )
         self._tokens = list(snapshot.tokens)
         self._state = snapshot.state.copy()
 
@@ -107,8 +111,10 @@ class Session:
         if outside.size:
             raise RequestError(f"token id {int(outside[0])} is outside the vocabulary of {vocab}")
         if self.position + array.size > self.engine.context:
-            raise RequestError(f"{self.position + array.size} tokens exceed the context of {self.engine.context}; "
-                               "shorten the prompt or raise --ctx-size")
+            raise RequestError(
+                f"{self.position + array.size} tokens exceed the context of {self.engine.context}; "
+                "shorten the prompt or raise --ctx-size"
+            )
         return array.astype(np.int32)
 
     def _blocks(self, ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

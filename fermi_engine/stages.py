@@ -239,7 +239,13 @@ def value_size(a: Arrays) -> float:
     return max(float(np.abs(a[name]).max(initial=0)) for name in ("v", "state") if name in a)
 
 
+def read_size(a: Arrays) -> float:
+    """The same, read out of a state through q."""
+    return value_size(a) * float(np.sqrt(np.square(a["q"]).sum(-1)).max())
+
+
 _MATMUL = All(isums=Exact(), y=Rounding(block_sum, block_gain))
+_DELTA_RULE = All(o=TwiceReference(DELTA_STEP, read_size), state=TwiceReference(DELTA_STEP, value_size))
 
 def _kernel(name: str, compute: Compute, compare: Rule) -> Stage:
     return Stage(name, name, compute, compare)
@@ -268,7 +274,7 @@ STAGES = (
     _kernel("l2_norm",         _l2_norm,                            TwiceReference(NORM)),
     _kernel("gdn_gates",       _gdn_gates,                          All(g=Rounding(GATES), beta=Rounding(LOGISTIC))),
     _kernel("conv1d_silu",     _conv1d_silu,                        All(y=Rounding(conv_silu), tail=Exact())),
-    _kernel("gdn_recurrent",   _gdn_recurrent,                      TwiceReference(DELTA_STEP, value_size)),
+    _kernel("gdn_recurrent",   _gdn_recurrent,                      _DELTA_RULE),
     _kernel("rope_tables",     _rope_tables,                        All(cos=Ulp(COS_ULP), sin=Ulp(SIN_ULP))),
     _kernel("rope",            _rope,                               Rounding(2)),
     _kernel("attention",       _attention,                          TwiceReference(score_softmax, value_size)),

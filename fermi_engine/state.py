@@ -59,8 +59,13 @@ class KVPages:
         return join[0], join[1]
 
     def copy(self) -> KVPages:
-        return KVPages(self.kv_heads, self.page_tokens, self.head_dim,
-                       [page.copy() for page in self.keys], [page.copy() for page in self.values])
+        return KVPages(
+            self.kv_heads,
+            self.page_tokens,
+            self.head_dim,
+            [page.copy() for page in self.keys],
+            [page.copy() for page in self.values],
+        )
 
 
 @dataclass

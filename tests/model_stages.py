@@ -130,7 +130,7 @@ def _logits(a: Tensors, dtype: torch.dtype) -> Tensors:
 
 
 def _divergence_noise(a: Tensors) -> Arrays:
-    """Largest mean KL of RUNS float32 runs from the truth, each layer input moved by at most one unit in its last place.
+    """Largest mean KL of RUNS float32 runs from the truth, layer inputs moved by at most one unit in the last place.
     In every second run one element of one layer moves by a quantum: a flipped code is legal and may happen in none.
     """
     truth = _logits(a, torch.float64)["logits"].numpy()

@@ -252,6 +252,8 @@ def test_helpers_of_templates():
     assert render("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=true) }}", USER) == '{\n "a": 2,\n "b": 1\n}'
     assert len(render("{{ strftime_now('%Y-%m-%d') }}", USER)) == len("2026-01-31")
     assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", USER) == "01"
+    for thinking, seen in ((True, "True True"), (False, "True False"), (None, "False ")):
+        assert render("{{ enable_thinking is defined }} {{ enable_thinking }}", USER, enable_thinking=thinking) == seen
     assert render("{{ bos_token }}", USER, extra={"bos_token": "<s>"}) == "<s>"
 
 
@@ -378,6 +380,8 @@ def test_any_arguments_come_back_in_both_forms(arguments, before, after):
     (XML.format("f", parameter("code", "x = '</parameter>'\n\n")), {"code": "x = '</parameter>'\n\n"}),
     ("<tool_call><function=f><parameter=a>1</parameter></function></tool_call>", {"a": "1"}),
     ('<tool_call>\n{"name": "f", "arguments": {"a": "</tool_call>"}}\n</tool_call>', {"a": "</tool_call>"}),
+    ('<tool_call>{"name": "f", "arguments": {"a": "<tool_call><function=g></function></tool_call>"}}</tool_call>',
+     {"a": "<tool_call><function=g></function></tool_call>"}),
     (XML.format("f", ""), {}),
 ])
 def test_tool_call_forms(text, arguments):

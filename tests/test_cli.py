@@ -12,15 +12,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from fermi_engine import against, chat, cli, cli_files, cli_verify, report
+from fermi_engine import against, chat, cli, cli_files, report, verify
 from fermi_engine.convert import convert
 from fermi_engine.engine import Engine
 from fermi_engine.info import describe_checkpoint, describe_pack, left_out
+from fermi_engine.kernels import dispatch
 from fermi_engine.pack import Pack, blob_name
 from fermi_engine.sampling import SamplingParams
 from fermi_engine.timeline import Timeline
@@ -555,17 +555,41 @@ def test_timeline_reuses_a_prefix_bit_for_bit(pack: Path) -> None:
 
 # verify
 
-def checks(*verdicts: bool, backend: str = "scalar") -> list[SimpleNamespace]:
-    return [SimpleNamespace(stage=f"stage {i}", backend=backend, metric="error", value=1.5e-7 * (1 if passed else 9),
-                            limit=1e-6, ratio=0.15 if passed else 1.35, verdict="pass" if passed else "FAIL",
-                            passed=passed) for i, passed in enumerate(verdicts)]
+def checks(*passed: bool) -> list[verify.Row]:
+    return [verify.Row(f"stage_{i}", backend, "k*u", 2.5e-7 if good else 9e-6, 1e-6, 0.25 if good else 9.0,
+                       "pass" if good else "FAIL", f"y[{i}]")
+            for i, good in enumerate(passed) for backend in ("ssse3", "scalar")]
 
 
-def test_the_first_divergence_is_that_of_the_first_stage() -> None:
-    fast, slow = checks(True, True, False, backend="ssse3"), checks(True, False, True)
-    assert cli_verify.first_divergence([*fast, *slow]) is slow[1]
-    assert cli_verify.first_divergence([*fast, *checks(True, True, False)]) is fast[2]
-    assert cli_verify.first_divergence(checks(True, True)) is None
+def test_verify_names_the_first_stage_that_diverges(monkeypatch: pytest.MonkeyPatch,
+                                                    capsys: pytest.CaptureFixture) -> None:
+    asked = []
+    rows = checks(True, False, False)
+    monkeypatch.setattr(verify, "replay", lambda *args: asked.append(args[:2]) or rows)
+    status, out, err = run(capsys, "verify", "--stage", "a", "--stage", "b", "--backend", "ssse3")
+    assert (status, err) == (1, "first stage that diverges: stage_1 on ssse3: k*u 9e-06, limit 1e-06 (y[1])\n")
+    assert asked == [("ssse3", ["a", "b"])]
+    assert re.search(r"^ *stage +backend +metric +value +limit +ratio +verdict$", out, re.MULTILINE)
+    assert re.search(r"^ *stage_0 +scalar +k\*u +2\.5e-07 +1e-06 +0\.25 +pass$", out, re.MULTILINE)
+    assert re.search(r"^ *stage_2 +scalar +k\*u +9e-06 +1e-06 +9 +FAIL$", out, re.MULTILINE)
+    status, out, _ = run(capsys, "verify", "--json")
+    said = json.loads(out)
+    assert (status, said["passed"], said["first_divergence"]) == (1, False, "stage_1")
+    assert said["rows"][-1] == rows[-1]._asdict()
+    assert asked[-1] == (None, None)
+    rows[:] = checks(True)
+    assert run(capsys, "verify", "--json")[0] == 0
+    status, out, err = run(capsys, "verify")
+    assert (status, out.splitlines()[-1], err) == (0, "all 2 checks passed", "")
+
+
+def test_verify_replays_a_stage_on_every_backend_of_this_cpu(monkeypatch: pytest.MonkeyPatch,
+                                                             capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.delenv("FERMI_BACKEND", raising=False)
+    status, out, err = run(capsys, "verify", "--stage", "swiglu", "--stage", "exp_f32", "--json")
+    assert (status, err) == (0, "")
+    assert [(row["stage"], row["backend"], row["verdict"]) for row in json.loads(out)["rows"]] == [
+        (stage, backend, "pass") for stage in ("exp_f32", "swiglu") for backend in dispatch.supported()]
 
 
 def test_verify_names_the_first_tensor_over_its_limit(pack: Path, monkeypatch: pytest.MonkeyPatch,

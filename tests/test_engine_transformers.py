@@ -21,10 +21,18 @@ LOGITS_CEILING = 1e-4
 GREEDY_TOKENS, GREEDY_COMPARED = 64, 60
 
 # (mixture of experts, value heads per key head, tied head, image-and-text class, fused experts)
-CASES = [(True, 1, True, True, True), (True, 2, False, True, False), (True, 3, False, False, True),
-         (False, 1, True, True, True), (False, 2, False, True, True), (False, 3, False, False, True)]
-IDS = [f"{'moe' if c[0] else 'dense'}-{c[1]}x{'-tied' if c[2] else ''}{'' if c[3] else '-text'}{'' if c[4] else '-per-expert'}"
-       for c in CASES]
+CASES = [
+    (True, 1, True, True, True),
+    (True, 2, False, True, False),
+    (True, 3, False, False, True),
+    (False, 1, True, True, True),
+    (False, 2, False, True, True),
+    (False, 3, False, False, True),
+]
+IDS = [
+    f"{'moe' if c[0] else 'dense'}-{c[1]}x{'-tied' if c[2] else ''}{'' if c[3] else '-text'}{'' if c[4] else '-per-expert'}"
+    for c in CASES
+]
 
 
 class Pair:

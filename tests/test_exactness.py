@@ -86,9 +86,21 @@ def test_prefill_then_decode_to_the_end(whole, head):
 
 @pytest.mark.parametrize("family", ["moe", "dense"])
 @pytest.mark.parametrize("activations", ["q8_0", "f32"])
-@pytest.mark.parametrize("change", [{"backend": "scalar"}, {"backend": "ssse3"}, {"threads": 1}, {"threads": 2}, {"threads": 7},
-                                    {"threads": 12}, {"kv_block": 1}, {"kv_block": 100}, {"token_block": 9}],
-                         ids=lambda change: "-".join(f"{k}={v}" for k, v in change.items()))
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"backend": "scalar"},
+        {"backend": "ssse3"},
+        {"threads": 1},
+        {"threads": 2},
+        {"threads": 7},
+        {"threads": 12},
+        {"kv_block": 1},
+        {"kv_block": 100},
+        {"token_block": 9},
+    ],
+    ids=lambda change: "-".join(f"{k}={v}" for k, v in change.items()),
+)
 def test_how_it_runs_changes_no_bit(packs, family, activations, change):
     if change.get("backend") not in (None, *dispatch.supported()):
         pytest.skip(f"this CPU has no {change['backend']}")

@@ -73,7 +73,7 @@ def test_names_are_checked():
 def test_verify_needs_no_torch():
     """In a process where torch, transformers and the reference cannot be imported."""
     code = ("import sys\n"
-            "for name in ('torch', 'transformers', 'reference', 'safetensors', 'hypothesis'): sys.modules[name] = None\n"
+            "for name in ('torch', 'transformers', 'reference', 'safetensors'): sys.modules[name] = None\n"
             "from fermi_engine import verify\n"
             "assert all(row.passed for row in verify.replay(stages=['rms_norm', 'generate']))\n")
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
@@ -88,28 +88,22 @@ def shifted(method, scale):
     return wrong
 
 
-@pytest.mark.parametrize(("op", "first"), [("rms_norm", "rms_norm"), ("gdn_recurrent", "gdn_recurrent"), ("swiglu", "swiglu"),
-                                           ("gemm_f32", "gemm_f32"), ("exp_f32", "exp_f32")])
-def test_an_altered_kernel_is_the_first_that_diverges(op, first, monkeypatch):
-    """By two units in the last place; the kernels that come before pass."""
-    method = getattr(CpuKernels, op)
-    if op == "gdn_recurrent":
-        altered = shifted(method, 1 + 2.0**-18)  # its limit is that of sums
-    else:
-        altered = shifted(method, 1 + 2.0**-20)
-    monkeypatch.setattr(CpuKernels, op, altered)
-    assert verify.first_divergence(verify.replay("scalar")).stage == first
+@pytest.mark.parametrize("op", ["exp_f32", "gemm_f32", "rms_norm", "gdn_recurrent", "swiglu"])
+def test_an_altered_kernel_is_the_first_that_diverges(op, monkeypatch):
+    """By 2^-19 of its result (32 roundings); the kernels that come before pass."""
+    monkeypatch.setattr(CpuKernels, op, shifted(getattr(CpuKernels, op), 1 + 2.0**-19))
+    assert verify.first_divergence(verify.replay("scalar")).stage == op
 
 
 def test_one_bit_of_a_forward_is_noticed(monkeypatch):
-    """decoder_q4_0 has a statistical limit, and beside it a digest that no error passes."""
-    attention = CpuKernels.attention
+    """decoder_q4_0 has a statistical limit, and beside it a digest: here of a key in the cache."""
+    rope = CpuKernels.rope
 
     def wrong(self, *args):
-        out = attention(self, *args)
+        out = rope(self, *args)
         out.view(np.uint32).reshape(-1)[0] ^= 1
         return out
-    monkeypatch.setattr(CpuKernels, "attention", wrong)
+    monkeypatch.setattr(CpuKernels, "rope", wrong)
     (row,) = verify.replay("scalar", ["decoder_q4_0"])
     assert not row.passed
     assert row.detail.startswith("digest")
@@ -130,14 +124,8 @@ def test_a_flipped_byte_anywhere_is_an_error_that_names_the_file(copy):
     start = read_header(path).data_start
     for at in (3, 9, start - 20, *range(start, len(whole), 997), len(whole) - 1):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1:])
-        try:
-            golden = verify.load(copy, "rope")
-        except VerifyError as err:
-            assert "rope.safetensors" in str(err)
-            assert "\n" not in str(err)
-        else:  # metadata is outside the hash: it decides nothing
-            assert at < start
-            assert verify.tensor_hash(golden.case.outputs) == verify.tensor_hash(verify.load(GOLDEN, "rope").case.outputs)
+        with pytest.raises(VerifyError, match=r"^[^\n]*rope\.safetensors[^\n]*$"):
+            verify.load(copy, "rope")
 
 
 def test_other_damage(copy):
@@ -173,7 +161,7 @@ def test_the_goldens_are_what_the_reference_gives():
 
 
 def test_making_again_gives_the_same_bytes(copy, monkeypatch):
-    monkeypatch.setattr(make_golden, "uncommitted", lambda: [])
+    monkeypatch.setattr(make_golden, "uncommitted", list)
     before = contents(copy)
     assert make_golden.main(["--stage", "rope", "--stage", "gdn_gates", "--directory", str(copy)]) == 0
     assert contents(copy) == before

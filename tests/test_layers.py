@@ -61,7 +61,9 @@ def test_every_layer_fed_the_references_input(packs, tmp_path, family, name, act
     per_layer = sum(row.tensor.startswith("layers.0.") for row in rows)
     assert per_layer == (16 if family == "moe" else 13)
     skipped = max(row.skipped for row in rows)
-    assert skipped <= 0.05 * LENGTH, f"{skipped} of {LENGTH} positions lie within the router's noise: nothing was compared"
+    assert skipped <= 0.05 * LENGTH, (
+        f"{skipped} of {LENGTH} positions lie within the router's noise: nothing was compared"
+    )
 
 
 def test_codes_and_block_sums_are_those_of_the_reference(packs):
@@ -106,7 +108,7 @@ def test_a_dump_of_another_model_is_refused(packs, tmp_path):
     with pytest.raises(FermiError, match="pass --activations q8_0"):
         against(Engine.load(packs["dense", "q4_0"], config=EngineConfig(activations="f32")), dump)
     dump.write_bytes(dump.read_bytes()[:-5])
-    with pytest.raises(FermiError, match="dump.safetensors"):
+    with pytest.raises(FermiError, match=r"dump\.safetensors"):
         against(Engine.load(packs["dense", "q4_0"]), dump)
 
 

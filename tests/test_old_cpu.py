@@ -23,8 +23,14 @@ def emulated(cpu: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     qemu = shutil.which("qemu-x86_64")
     if qemu is None:
         pytest.fail("qemu-x86_64 is missing: `make test` installs it, or install Debian's qemu-user")
-    return subprocess.run([qemu, "-cpu", cpu, sys.executable, *arguments], cwd=ROOT, timeout=TIMEOUT_S,
-                          capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [qemu, "-cpu", cpu, sys.executable, *arguments],
+        cwd=ROOT,
+        timeout=TIMEOUT_S,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def op_lines(output: str) -> dict[str, dict[str, str]]:
@@ -72,4 +78,5 @@ def test_a_cpu_below_the_floor_gets_one_line():
     done = emulated("core2duo", "-m", "fermi_engine.cli", "verify")
     assert done.returncode == 2
     assert done.stderr.strip().splitlines() == [
-        "error: this CPU lacks sse4.1, sse4.2, popcnt: x86-64-v2 (Westmere, 2010, or newer) is the floor"]
+        "error: this CPU lacks sse4.1, sse4.2, popcnt: x86-64-v2 (Westmere, 2010, or newer) is the floor"
+    ]

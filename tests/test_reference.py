@@ -223,8 +223,8 @@ def test_trace_names_every_stage(case):
         assert_traced_layer_is_consistent(decoder, i, kind, layer)
         assert i == 7 or torch.equal(layer["output"], seen[f"layers.{i + 1}.input"])
     assert torch.equal(seen["embed"], seen["layers.0.input"])
-    final = norms.rms_norm(seen["layers.7.output"], decoder.params["norm.weight"], decoder.config.rms_norm_eps)
-    assert torch.equal(seen["norm"], final)
+    last, eps = seen["layers.7.output"], decoder.config.rms_norm_eps
+    assert torch.equal(seen["norm"], norms.rms_norm(last, decoder.params["norm.weight"], eps))
     cos, sin = decoder.rope_tables(torch.arange(4).expand(3, -1))
     alone, _ = decoder.forward_layer(3, seen["layers.3.input"], decoder.initial_state()[3], cos, sin)
     assert torch.equal(alone, seen["layers.3.output"])

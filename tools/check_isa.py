@@ -2,11 +2,11 @@
 
     python tools/check_isa.py [MODULE]
 
-MODULE is an object file or shared library; without it the installed `fermi_engine.kernels._cpu` is read, and each
-of its kernels must be found. A function named `<backend>_...` may use that backend's instruction sets, any other
-function plain x86-64 only; so a static helper that is not inlined needs its backend's name in front as well.
-rsqrt and rcp instructions, and functions of libm, are banned everywhere: their bits depend on the vendor or on the
-library.
+MODULE is an object file or shared library; without it the installed `fermi_engine.kernels._cpu` is read,
+and each of its kernels must be found. A function named `<backend>_...` may use that backend's instruction
+sets, any other function plain x86-64 only; so a static helper that is not inlined needs its backend's
+name in front too. rsqrt and rcp instructions, and functions of libm, are banned everywhere: their bits
+depend on the vendor or on the library.
 
 Exit status: 0 nothing found, 1 findings, 2 the check could not run.
 """
@@ -28,19 +28,18 @@ from fermi_engine.errors import FermiError
 ALLOWED = {"scalar": frozenset(), "ssse3": frozenset({"SSE3", "SSSE3"})}
 
 
-
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-SSE3 = _words("""addsubpd addsubps fisttp haddpd haddps hsubpd hsubps lddqu monitor movddup movshdup movsldup
-    mwait""")
-SSSE3 = _words("""pabsb pabsd pabsw palignr phaddd phaddsw phaddw phsubd phsubsw phsubw pmaddubsw pmulhrsw pshufb
-    psignb psignd psignw""")
-SSE4 = _words("""blendpd blendps blendvpd blendvps crc32 dppd dpps extractps extrq insertps insertq movntdqa
-    movntsd movntss mpsadbw packusdw pblendvb pblendw pcmpeqq pcmpestri pcmpestrm pcmpgtq pcmpistri pcmpistrm
-    pextrb pextrd pextrq phminposuw pinsrb pinsrd pinsrq pmaxsb pmaxsd pmaxud pmaxuw pminsb pminsd pminud pminuw
-    pmuldq pmulld popcnt ptest roundpd roundps roundsd roundss""")
+SSE3 = _words("""addsubpd addsubps fisttp haddpd haddps hsubpd hsubps lddqu monitor movddup movshdup
+    movsldup mwait""")
+SSSE3 = _words("""pabsb pabsd pabsw palignr phaddd phaddsw phaddw phsubd phsubsw phsubw pmaddubsw pmulhrsw
+    pshufb psignb psignd psignw""")
+SSE4 = _words("""blendpd blendps blendvpd blendvps crc32 dppd dpps extractps extrq insertps insertq
+    movntdqa movntsd movntss mpsadbw packusdw pblendvb pblendw pcmpeqq pcmpestri pcmpestrm pcmpgtq
+    pcmpistri pcmpistrm pextrb pextrd pextrq phminposuw pinsrb pinsrd pinsrq pmaxsb pmaxsd pmaxud pmaxuw
+    pminsb pminsd pminud pminuw pmuldq pmulld popcnt ptest roundpd roundps roundsd roundss""")
 SSE4_PREFIXES = ("pmovsx", "pmovzx")
 # tzcnt is absent on purpose: compilers write it for `bsf`, which is how older processors read the same bytes.
 LATER = _words("adcx adox lzcnt movbe pclmulqdq rdrand rdseed")
@@ -55,10 +54,11 @@ PREFIXES = _words("addr32 bnd cs data16 ds es fs gs lock notrack rep repnz repz 
 FUNCTION = re.compile(r"^[0-9a-f]+ <(.+)>:$")
 INSTRUCTION = re.compile(r"^\s+[0-9a-f]+:\s+(.+)$")
 
-LIBM = frozenset(name + suffix for suffix in ("", "f", "l") for name in _words("""acos acosh asin asinh atan atan2
-    atanh cbrt ceil copysign cos cosh erf erfc exp exp10 exp2 expm1 fabs fdim floor fma fmax fmin fmod frexp hypot
-    ilogb ldexp lgamma llrint llround log log10 log1p log2 logb lrint lround modf nearbyint nextafter nexttoward
-    pow remainder remquo rint round roundeven scalbln scalbn sin sincos sinh sqrt tan tanh tgamma trunc"""))
+LIBM = frozenset(name + suffix for suffix in ("", "f", "l") for name in _words("""acos acosh asin asinh
+    atan atan2 atanh cbrt ceil copysign cos cosh erf erfc exp exp10 exp2 expm1 fabs fdim floor fma fmax
+    fmin fmod frexp hypot ilogb ldexp lgamma llrint llround log log10 log1p log2 logb lrint lround modf
+    nearbyint nextafter nexttoward pow remainder remquo rint round roundeven scalbln scalbn sin sincos
+    sinh sqrt tan tanh tgamma trunc"""))
 LIBM_VARIANT = re.compile(r"__(\w+)_finite|_ZGV\w+?_(\w+)")  # entry points for -ffast-math, and libmvec
 
 
@@ -146,10 +146,10 @@ def inspect(path: Path | str) -> Inspection:
 
 
 def libm_findings(path: Path | str) -> list[Finding]:
-    """Undefined symbols of a shared library that libm or libmvec would fill in. FermiError as `inspect`."""
+    """Undefined symbols that libm or libmvec would fill in. FermiError as `inspect`."""
     found = []
-    for line in _binutil("nm", "-D", "--undefined-only", str(path)).splitlines():
-        symbol = line.split()[-1]
+    tables = [_binutil("nm", *which, "--undefined-only", str(path)) for which in ((), ("-D",))]
+    for symbol in sorted({line.split()[-1] for table in tables for line in table.splitlines()}):
         name = symbol.split("@")[0]
         variant = LIBM_VARIANT.fullmatch(name)
         if name in LIBM or (variant and (variant[1] or variant[2]) in LIBM):

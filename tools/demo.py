@@ -17,7 +17,11 @@ DEMO = ROOT / "demo"
 def run(*command: str) -> None:
     """Show a command and run it; stop the demo with its status if it fails."""
     print("\n$ " + " ".join(command), flush=True)
-    program = [sys.executable, "-m", "fermi_engine.cli", *command[1:]] if command[0] == "fermi-engine" else [sys.executable, *command[1:]]
+    program = (
+        [sys.executable, "-m", "fermi_engine.cli", *command[1:]]
+        if command[0] == "fermi-engine"
+        else [sys.executable, *command[1:]]
+    )
     status = subprocess.run(program, cwd=ROOT, check=False).returncode
     if status:
         sys.exit(status)
@@ -30,8 +34,20 @@ def main() -> None:
     run("fermi-engine", "convert", "demo/checkpoint", "demo/model.pack", "--format", "q4_0")
     run("fermi-engine", "info", "demo/model.pack", "--check")
     run("fermi-engine", "verify")
-    run("fermi-engine", "generate", "--model", "demo/model.pack", "--prompt", "Which stage broke?", "--no-think",
-        "--max-tokens", "48", "--seed", "1", "--timing")
+    run(
+        "fermi-engine",
+        "generate",
+        "--model",
+        "demo/model.pack",
+        "--prompt",
+        "Which stage broke?",
+        "--no-think",
+        "--max-tokens",
+        "48",
+        "--seed",
+        "1",
+        "--timing",
+    )
 
 
 if __name__ == "__main__":

@@ -121,8 +121,13 @@ def _note(out: dict[str, np.ndarray], name: str, truth: np.ndarray, noise: float
 
 def metadata(pack: Pack, activations: str) -> dict[str, str]:
     """What the dump says of itself."""
-    return {"format": DUMP_FORMAT, "version": DUMP_VERSION, "pack": pack.hash, "activations": activations,
-            "versions": json.dumps({"torch": torch.__version__, "numpy": np.__version__})}
+    return {
+        "format": DUMP_FORMAT,
+        "version": DUMP_VERSION,
+        "pack": pack.hash,
+        "activations": activations,
+        "versions": json.dumps({"torch": torch.__version__, "numpy": np.__version__}),
+    }
 
 
 def write(path: Path, pack: Pack, ids: list[int], activations: str) -> Path:

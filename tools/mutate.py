@@ -29,7 +29,9 @@ from fermi_engine.kernels import _build  # noqa: E402
 from tools.faults import FAULTS, Fault  # noqa: E402
 
 REPLAY = "from fermi_engine import verify\nfor row in verify.replay():\n    print(row.stage, row.verdict)\n"
-SKIPPED = shutil.ignore_patterns(".git", ".venv*", "build", "demo", "*.egg-info", "__pycache__", ".pytest_cache", ".hypothesis", "tiny")
+SKIPPED = shutil.ignore_patterns(
+    ".git", ".venv*", "build", "demo", "*.egg-info", "__pycache__", ".pytest_cache", ".hypothesis", "tiny"
+)
 TIMEOUT_S = 300
 
 
@@ -47,9 +49,12 @@ class Module:
 
     def build(self, sources: list[Path]) -> None:
         include = ["-I", str(self.tree / "csrc"), "-I", sysconfig.get_paths()["include"]]
-        jobs = [subprocess.Popen(["gcc", *_build.CFLAGS, "-w", "-fPIC", *include, "-c", str(s), "-o", str(self._object(s))])
-                for s in sources[: len(sources)]]
-        if any([job.wait() for job in jobs]):
+        jobs = [
+            subprocess.Popen(["gcc", *_build.CFLAGS, "-w", "-fPIC", *include, "-c", str(s), "-o", str(self._object(s))])
+            for s in sources
+        ]
+        statuses = [job.wait() for job in jobs]  # all of them, before the objects are linked
+        if any(statuses):
             raise SystemExit("a planted fault does not compile")
 
     def link(self) -> None:
@@ -59,8 +64,11 @@ class Module:
 
     def rebuild(self, changed: Path) -> None:
         """After a change to a source, or to a header that others include."""
-        touched = [changed] if changed in self.sources else [
-            source for source in self.sources if source.parent.name in (changed.parent.name, "ssse3")]
+        touched = (
+            [changed]
+            if changed in self.sources
+            else [source for source in self.sources if source.parent.name in (changed.parent.name, "ssse3")]
+        )
         self.build(touched)
         self.link()
 
@@ -76,7 +84,9 @@ def caught_by(fault: Fault, tree: Path) -> str:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", name]
     else:
         command = [sys.executable, "-c", REPLAY]
-    done = subprocess.run(command, cwd=tree, env=environment, timeout=TIMEOUT_S, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tree, env=environment, timeout=TIMEOUT_S, capture_output=True, text=True, check=False
+    )
     if kind == "test":
         return fault.guard if done.returncode == 1 else "" if done.returncode == 0 else f"error: {_last_line(done)}"
     if done.returncode:
@@ -95,7 +105,9 @@ def plant(fault: Fault, tree: Path, module: Module) -> str:
     path = tree / fault.file
     text = path.read_text()
     if text.count(fault.old) != 1:
-        raise SystemExit(f"fault '{fault.name}': its text stands {text.count(fault.old)} times in {fault.file}; adapt tools/faults.py")
+        raise SystemExit(
+            f"fault '{fault.name}': its text stands {text.count(fault.old)} times in {fault.file}; adapt tools/faults.py"
+        )
     path.write_text(text.replace(fault.old, fault.new))
     compiled = path.suffix in (".c", ".h")
     try:
@@ -135,7 +147,11 @@ def main() -> int:
             guard = plant(fault, tree, module)
             right = guard == fault.guard
             missed += not right
-            shown = guard.partition(":")[2].rsplit("::", 1)[-1] if right else f"[red]{guard or 'NOTHING'}[/red], expected {fault.guard}"
+            shown = (
+                guard.partition(":")[2].rsplit("::", 1)[-1]
+                if right
+                else f"[red]{guard or 'NOTHING'}[/red], expected {fault.guard}"
+            )
             table.add_row(fault.name, fault.file, shown, f"{time.monotonic() - started:.0f}")
             print(f"{'caught' if right else 'MISSED'}: {fault.name}", file=sys.stderr, flush=True)
     console.print(table)

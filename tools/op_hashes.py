@@ -31,7 +31,9 @@ class Draw:
 
     def f32(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> np.ndarray:
         whole = self.words.integers(-(2**23), 2**23, shape, dtype=np.int64)
-        return (whole.astype(np.float32) * np.float32(2.0**-23) * np.float32(scale) + np.float32(shift)).astype(np.float32)
+        return (whole.astype(np.float32) * np.float32(2.0**-23) * np.float32(scale) + np.float32(shift)).astype(
+            np.float32
+        )
 
     def ids(self, high: int, *shape: int) -> np.ndarray:
         return self.words.integers(0, high, shape, dtype=np.int64).astype(np.int32)
@@ -50,7 +52,9 @@ def _maps(k: CpuKernels, d: Draw) -> dict[str, list[np.ndarray]]:
 
 
 def _rows(k: CpuKernels, d: Draw) -> dict[str, list[np.ndarray]]:
-    out: dict[str, list[np.ndarray]] = {name: [] for name in ("rms_norm", "gated_rms_norm", "l2_norm", "swiglu", "sigmoid_mul", "gemm_f32")}
+    out: dict[str, list[np.ndarray]] = {
+        name: [] for name in ("rms_norm", "gated_rms_norm", "l2_norm", "swiglu", "sigmoid_mul", "gemm_f32")
+    }
     for n in LENGTHS:
         x, w, z = d.f32(5, n, scale=9.0), d.f32(n), d.f32(5, n, scale=30.0)
         out["rms_norm"].append(k.rms_norm(x, w, 1e-6))
@@ -83,12 +87,22 @@ def _matrices(k: CpuKernels, d: Draw) -> dict[str, list[np.ndarray]]:
 
 def _delta(k: CpuKernels, d: Draw) -> dict[str, list[np.ndarray]]:
     out: dict[str, list[np.ndarray]] = {"gdn_gates": [], "conv1d_silu": [], "gdn_recurrent": []}
-    for tokens, k_heads, v_heads, dk, dv in ((1, 1, 1, 4, 5), (3, 2, 4, 16, 24), (9, 2, 6, 33, 17), (5, 1, 2, 128, 128)):
+    for tokens, k_heads, v_heads, dk, dv in (
+        (1, 1, 1, 4, 5),
+        (3, 2, 4, 16, 24),
+        (9, 2, 6, 33, 17),
+        (5, 1, 2, 128, 128),
+    ):
         channels = 2 * k_heads * dk + v_heads * dv
         tail = d.f32(3, channels)
         mixed = k.conv1d_silu(d.f32(tokens, channels, scale=4.0), d.f32(4, channels), tail)
         out["conv1d_silu"] += [mixed, tail]
-        g, beta = k.gdn_gates(d.f32(tokens, v_heads, scale=25.0), d.f32(tokens, v_heads, scale=9.0), d.f32(v_heads, scale=3.0), d.f32(v_heads))
+        g, beta = k.gdn_gates(
+            d.f32(tokens, v_heads, scale=25.0),
+            d.f32(tokens, v_heads, scale=9.0),
+            d.f32(v_heads, scale=3.0),
+            d.f32(v_heads),
+        )
         out["gdn_gates"] += [g, beta]
         q = k.l2_norm(mixed, 0, k_heads, dk, 1e-6, 0.1)
         key = k.l2_norm(mixed, k_heads * dk, k_heads, dk, 1e-6, 1.0)
@@ -99,7 +113,11 @@ def _delta(k: CpuKernels, d: Draw) -> dict[str, list[np.ndarray]]:
 
 def _attention(k: CpuKernels, d: Draw) -> dict[str, list[np.ndarray]]:
     out: dict[str, list[np.ndarray]] = {"rope_tables": [], "rope": [], "attention": []}
-    for start, tokens, heads, kv_heads, head_dim, page in ((0, 1, 1, 1, 8, 4), (62, 5, 4, 2, 24, 7), (200, 3, 8, 2, 256, 64)):
+    for start, tokens, heads, kv_heads, head_dim, page in (
+        (0, 1, 1, 1, 8, 4),
+        (62, 5, 4, 2, 24, 7),
+        (200, 3, 8, 2, 256, 64),
+    ):
         half = head_dim // 8
         positions = np.ascontiguousarray(np.broadcast_to(np.arange(start, start + tokens, dtype=np.int32), (3, tokens)))
         cos, sin = k.rope_tables(positions, np.abs(d.f32(half)), d.ids(3, half))
@@ -119,11 +137,20 @@ def _experts(k: CpuKernels, d: Draw) -> dict[str, list[np.ndarray]]:
         ids, weights = k.router_topk(logits.astype(np.float32), top)
         out["router_topk"] += [ids, weights]
         row_of = np.arange(tokens * top, dtype=np.int32).reshape(tokens, top)
-        out["moe_combine"].append(k.moe_combine(d.f32(tokens * top, n), row_of, weights, d.f32(tokens, n), d.f32(tokens, 1, scale=5.0)))
+        out["moe_combine"].append(
+            k.moe_combine(d.f32(tokens * top, n), row_of, weights, d.f32(tokens, n), d.f32(tokens, 1, scale=5.0))
+        )
     return out
 
 
-GROUPS: tuple[Callable[[CpuKernels, Draw], dict[str, list[np.ndarray]]], ...] = (_maps, _rows, _matrices, _delta, _attention, _experts)
+GROUPS: tuple[Callable[[CpuKernels, Draw], dict[str, list[np.ndarray]]], ...] = (
+    _maps,
+    _rows,
+    _matrices,
+    _delta,
+    _attention,
+    _experts,
+)
 
 
 def hashes(backend: str) -> dict[str, str]:

@@ -172,7 +172,7 @@ def worked(a: int, b: int, plus: bool) -> tuple[str, str]:
 def turns(rng: Random, held: bool, measure: Measure, tokens: int) -> Sample:
     """A conversation of facts about the user, with questions about earlier turns; the last turn is one."""
     kinds = rng.sample(PETS + NUMBERED, rng.randint(2, max(2, min(10, tokens // 50))))
-    facts = {kind: w.name(rng, held) if kind in PETS else str(rng.randrange(10, 10000)) for kind in kinds}
+    facts = {kind: w.name(rng, held) if kind in PETS else _number(rng, held, kind) for kind in kinds}
     messages: Messages = []
     known: list[str] = []
     used = 0
@@ -193,6 +193,13 @@ def turns(rng: Random, held: bool, measure: Measure, tokens: int) -> Sample:
     kind = rng.choice(known)
     question, reply = _recall(facts, kind)
     return _sample(rng, "turns", [*messages, user(question)], reply, f"I look for your {kind}.")
+
+
+def _number(rng: Random, held: bool, kind: str) -> str:
+    while True:
+        drawn = str(rng.randrange(10, 10000))
+        if w.held_out(f"{kind} {drawn}") == held:
+            return drawn
 
 
 def _recall(facts: dict[str, str], kind: str) -> tuple[str, str]:

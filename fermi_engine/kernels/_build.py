@@ -15,15 +15,26 @@ from setuptools.command.build_ext import build_ext
 
 BACKENDS = ("scalar", "ssse3")
 # -fno-math-errno only lets sqrtf compile to sqrtss; nothing here relaxes IEEE arithmetic.
-CFLAGS = ["-O3", "-std=gnu11", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno", "-fno-unsafe-math-optimizations",
-          "-fvisibility=hidden", "-pthread"]
+CFLAGS = [
+    "-O3",
+    "-std=gnu11",
+    "-Wall",
+    "-Wextra",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-unsafe-math-optimizations",
+    "-fvisibility=hidden",
+    "-pthread",
+]
 KERNEL_LINE = re.compile(r"^KERNEL\((\w+), (\w+)\)$", re.MULTILINE)
 
 
 def kernels(csrc: Path) -> list[tuple[str, str, list[str]]]:
     """(op, argument struct, backends that implement it) for each KERNEL line of kernels.h, in its order."""
     header = (csrc / "kernels.h").read_text()
-    return [(op, args, [b for b in BACKENDS if (csrc / b / f"{op}.c").exists()]) for op, args in KERNEL_LINE.findall(header)]
+    return [
+        (op, args, [b for b in BACKENDS if (csrc / b / f"{op}.c").exists()]) for op, args in KERNEL_LINE.findall(header)
+    ]
 
 
 def declarations(csrc: Path) -> str:
@@ -32,8 +43,11 @@ def declarations(csrc: Path) -> str:
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
     text = re.sub(r"^[ \t]*#(?:.*\\\n)*.*$", "", text, flags=re.MULTILINE)
     text = KERNEL_LINE.sub("", text)
-    lines = [f"void {backend}_{op}(const {args} *a, int64_t begin, int64_t end);"
-             for op, args, backends in kernels(csrc) for backend in backends]
+    lines = [
+        f"void {backend}_{op}(const {args} *a, int64_t begin, int64_t end);"
+        for op, args, backends in kernels(csrc)
+        for backend in backends
+    ]
     return text + "\n".join(lines) + "\n"
 
 

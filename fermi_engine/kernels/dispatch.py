@@ -41,8 +41,10 @@ def library() -> Any:
     try:
         from fermi_engine.kernels import _cpu
     except ImportError as err:
-        raise BackendError(f"the CPU kernels are not built ({err}); run `pip install -e .` in the source tree, which "
-                           "needs a C compiler (Debian: gcc, python3-dev)") from None
+        raise BackendError(
+            f"the CPU kernels are not built ({err}); run `pip install -e .` in the source tree, which "
+            "needs a C compiler (Debian: gcc, python3-dev)"
+        ) from None
     return _cpu
 
 
@@ -82,8 +84,10 @@ def _checked(name: str) -> str:
     if name not in known:
         raise BackendError(f"unknown backend {name!r}; this build has {', '.join(known)}")
     if name not in supported():
-        raise BackendError(f"backend {name!r} needs {', '.join(known[name].needs)}, which this CPU lacks; "
-                           f"it can run {', '.join(supported())}")
+        raise BackendError(
+            f"backend {name!r} needs {', '.join(known[name].needs)}, which this CPU lacks; "
+            f"it can run {', '.join(supported())}"
+        )
     return name
 
 

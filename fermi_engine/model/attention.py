@@ -26,8 +26,16 @@ class GatedAttention:
         self.q_norm = weights.vector(prefix + "q_norm.weight")
         self.k_norm = weights.vector(prefix + "k_norm.weight")
 
-    def forward(self, k: CpuKernels, u: Activations, cache: KVPages, start: int,
-                rope: tuple[np.ndarray, np.ndarray], mode: str, trace: Trace) -> np.ndarray:
+    def forward(
+        self,
+        k: CpuKernels,
+        u: Activations,
+        cache: KVPages,
+        start: int,
+        rope: tuple[np.ndarray, np.ndarray],
+        mode: str,
+        trace: Trace,
+    ) -> np.ndarray:
         """u: normed hidden rows [T, H] at positions start..; rope: cos, sin [T, rotary/2]; returns [T, H]."""
         c = self.config
         tokens, heads, head_dim = u.x.shape[0], c.num_attention_heads, c.head_dim
@@ -68,7 +76,9 @@ def inv_freq(rotary_dim: int, theta: float) -> np.ndarray:
     """
     with localcontext() as context:
         context.prec = 40
-        powers = [Decimal(theta) ** Decimal(float(np.float32(2 * j) / np.float32(rotary_dim))) for j in range(rotary_dim // 2)]
+        powers = [
+            Decimal(theta) ** Decimal(float(np.float32(2 * j) / np.float32(rotary_dim))) for j in range(rotary_dim // 2)
+        ]
     return np.float32(1.0) / np.array([float(p) for p in powers], np.float32)
 
 

@@ -24,9 +24,17 @@ class Layer:
         self.mixer = GatedAttention(weights, index) if self.is_attention else GatedDeltaNet(weights, index)
         self.ffn = SparseMoE(weights, index) if c.num_experts else DenseMLP(weights, f"layers.{index}.mlp.")
 
-    def forward(self, k: CpuKernels, x: np.ndarray, state: HybridState, rope: tuple[np.ndarray, np.ndarray],
-                mode: str, trace: Trace) -> np.ndarray:
+    def forward(
+        self,
+        k: CpuKernels,
+        x: np.ndarray,
+        state: HybridState,
+        rope: tuple[np.ndarray, np.ndarray],
+        mode: str,
+        trace: Trace,
+    ) -> np.ndarray:
         """x [T, H] at positions state.position.. -> [T, H]; this layer's part of the state moves on by T tokens."""
+
         def report(name: str, array: np.ndarray) -> None:
             trace(f"layers.{self.index}.{name}", array)
 

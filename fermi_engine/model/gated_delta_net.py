@@ -37,7 +37,9 @@ class GatedDeltaNet:
         z = k.linear(u, self.in_proj_z, mode)
         trace("qkv", qkv)
         trace("z", z)
-        g, beta = k.gdn_gates(k.gemm_f32(u.x, self.in_proj_a), k.gemm_f32(u.x, self.in_proj_b), self.A_log, self.dt_bias)
+        g, beta = k.gdn_gates(
+            k.gemm_f32(u.x, self.in_proj_a), k.gemm_f32(u.x, self.in_proj_b), self.A_log, self.dt_bias
+        )
         trace("g", g)
         trace("beta", beta)
         mixed = k.conv1d_silu(qkv, self.conv1d, state.conv)
@@ -50,7 +52,9 @@ class GatedDeltaNet:
         trace("gated_norm", gated)
         return k.linear(k.activations(gated), self.out_proj, mode)
 
-    def _recurrence(self, k: CpuKernels, mixed: np.ndarray, g: np.ndarray, beta: np.ndarray, state: DeltaState) -> np.ndarray:
+    def _recurrence(
+        self, k: CpuKernels, mixed: np.ndarray, g: np.ndarray, beta: np.ndarray, state: DeltaState
+    ) -> np.ndarray:
         """q, k and v sit side by side in `mixed` [T, C]; returns o [T, HV, V]."""
         c = self.config
         heads, dk = c.linear_num_key_heads, c.linear_key_head_dim
