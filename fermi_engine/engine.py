@@ -128,6 +128,7 @@ class Engine:
             reasoning_open=reasoning_open,
             cancelled=cancelled,
             exp=self.kernels.exp_f32,
+            history=timeline.tokens if timeline.position else (),
         )
 
 

@@ -119,12 +119,14 @@ class StopBuffer:
 
 def stream(session: SessionLike, prompt_ids: Sequence[int], params: SamplingParams, *, eos_ids: frozenset[int],
            context: int, tokenizer: Tokenizer | None = None, stop: Sequence[str] = (), reasoning_open: bool = False,
-           cancelled: Callable[[], bool] | None = None, exp: Exp | None = None) -> Stream:
+           cancelled: Callable[[], bool] | None = None, exp: Exp | None = None,
+           history: Sequence[int] = ()) -> Stream:
     """Generate after `prompt_ids`: a Stream of one Piece per token, and one without id for text held to the end.
 
     context: most tokens of prompt and completion together. eos_ids: end-of-turn ids. stop: strings beside
     `params.stop`. reasoning_open: the prompt ended inside `<think>`; text is split only when the tokenizer knows the
-    think tags. cancelled: asked before each prefill or decode. exp: see Sampler. A budget of no tokens
+    think tags. cancelled: asked before each prefill or decode. exp: see Sampler. history: what the session holds
+    already; penalties count it as prompt. A budget of no tokens
     (max_tokens 0, or a prompt that fills the context) evaluates nothing.
     Raises, before any work, RequestError for an empty or too long prompt or ids outside the vocabulary, and
     TokenizerError for stop strings without a tokenizer.
@@ -135,10 +137,10 @@ def stream(session: SessionLike, prompt_ids: Sequence[int], params: SamplingPara
     if stops and tokenizer is None:
         raise TokenizerError("stop strings need text and the model carries no tokenizer.json; add the file to the "
                              "checkpoint and convert again, or drop the stop strings")
-    sampler = None if vocab_size is None else Sampler(params, vocab_size, ids, exp)
+    sampler = None if vocab_size is None else Sampler(params, vocab_size, [*history, *ids], exp)
     text = _TextStages(tokenizer, stops, reasoning_open)
     ends = frozenset() if params.ignore_eos else frozenset(eos_ids)
-    loop = _Loop(session, ids, params, ends, context - len(ids), cancelled or (lambda: False), exp)
+    loop = _Loop(session, ids, list(history), params, ends, context - len(ids), cancelled or (lambda: False), exp)
     return Stream(loop.run(text, sampler))
 
 
@@ -152,6 +154,7 @@ def greedy(session: SessionLike, ids: Sequence[int], n: int, eos_ids: frozenset[
 class _Loop:
     session: SessionLike
     ids: list[int]
+    history: list[int]
     params: SamplingParams
     eos_ids: frozenset[int]
     room: int  # tokens the context has left after the prompt
@@ -167,7 +170,7 @@ class _Loop:
                 reason = "cancelled"
                 break
             logits = self.session.prefill(self.ids) if token_id is None else self.session.decode(token_id)
-            sampler = sampler or Sampler(self.params, logits.shape[0], self.ids, self.exp)
+            sampler = sampler or Sampler(self.params, logits.shape[0], self.history + self.ids, self.exp)
             token_id = sampler.sample(logits)
             if token_id in self.eos_ids:
                 reason = "eos"

@@ -44,6 +44,11 @@ class Session:
         return tuple(self._tokens)
 
     @property
+    def vocab_size(self) -> int:
+        """Ids run from 0 to below this."""
+        return self.engine.config.vocab_size
+
+    @property
     def position(self) -> int:
         """How many tokens have gone in."""
         return len(self._tokens)
@@ -106,10 +111,9 @@ class Session:
             raise RequestError("no tokens: a prompt needs at least one token id")
         if not np.issubdtype(array.dtype, np.integer):
             raise RequestError(f"token ids must be whole numbers, got {array.dtype}")
-        vocab = self.engine.config.vocab_size
-        outside = array[(array < 0) | (array >= vocab)]
+        outside = array[(array < 0) | (array >= self.vocab_size)]
         if outside.size:
-            raise RequestError(f"token id {int(outside[0])} is outside the vocabulary of {vocab}")
+            raise RequestError(f"token id {int(outside[0])} is outside the vocabulary of {self.vocab_size}")
         if self.position + array.size > self.engine.context:
             raise RequestError(
                 f"{self.position + array.size} tokens exceed the context of {self.engine.context}; "

@@ -533,7 +533,8 @@ import re, time
 from fermi_engine.convert import convert
 begin = time.perf_counter()
 convert(sys.argv[1], sys.argv[2], sys.argv[3])
-print(int(re.search("VmHWM: *([0-9]+) kB", open("/proc/self/status").read().expandtabs())[1]) // 1024, time.perf_counter() - begin)
+peak = re.search("VmHWM:[^0-9]*([0-9]+) kB", open("/proc/self/status").read())[1]
+print(int(peak) // 1024, time.perf_counter() - begin)
 """
 
 

@@ -91,7 +91,7 @@ def caught_by(fault: Fault, tree: Path) -> str:
         return fault.guard if done.returncode == 1 else "" if done.returncode == 0 else f"error: {_last_line(done)}"
     if done.returncode:
         return f"error: {_last_line(done)}"
-    failed = [line.split()[0] for line in done.stdout.splitlines() if line.split()[1] != "ok"]
+    failed = [line.split()[0] for line in done.stdout.splitlines() if line.split()[1] != "pass"]
     return f"stage:{failed[0]}" if failed else ""
 
 
