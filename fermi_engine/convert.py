@@ -16,7 +16,7 @@ import fermi_engine
 from fermi_engine.checkpoint import Checkpoint, expected_shapes
 from fermi_engine.config import eos_ids
 from fermi_engine.errors import CheckpointError, FormatError, PackError
-from fermi_engine.formats import FORMATS, LANES, Format
+from fermi_engine.formats import FORMATS, LANES, Format, find_format
 from fermi_engine.pack import (
     FILE_PREFIX,
     LINE,
@@ -234,6 +234,7 @@ def cached_pack(
     what the checkpoint holds, sizes and times of its files, and the pack version. Where two processes ask at once, one
     converts and the other waits for it. Raises as `convert`, and PackError where the cache cannot be written.
     """
+    find_format(format)  # before it becomes part of a file name
     checkpoint = Checkpoint.open(checkpoint_dir)
     key = json.dumps([checkpoint.identity(), _stamps(checkpoint), PACK_VERSION], sort_keys=True)
     digest = blake2b(key.encode(), digest_size=8).hexdigest()

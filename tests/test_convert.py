@@ -217,7 +217,10 @@ def test_rules_that_cannot_be_followed(source: Path, tmp_path: Path, rules: str,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unknown_default_format(source: Path, tmp_path: Path) -> None:
+def test_unknown_default_format(source: Path, tmp_path: Path, cache: Path) -> None:
+    assert refusal(ConfigError, lambda: cached_pack(source, "../q4_0")) == (
+        "unknown weight format '../q4_0'; choose one of q4_0, q8_0, f16, f32")
+    assert not cache.exists()
     assert refusal(ConfigError, lambda: convert(source, tmp_path / "p", "q4_k")) == (
         "unknown weight format 'q4_k'; choose one of q4_0, q8_0, f16, f32")
 

@@ -19,40 +19,9 @@ from reference import gated_delta_rule as gdn
 from reference import rope
 from reference.moe import route
 from reference.norms import gated_rms_norm, l2_norm
-from tools.tiny_tokenizer import VOCAB_SIZE, token_id
 
 CHUNK = 32
 Params = dict[str, Tensor]
-VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "in_channels": 3, "patch_size": 4,
-          "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16}
-
-
-def config_json(**changes: Any) -> dict[str, Any]:
-    """config.json of the model, nested as in the release; `changes` replace fields of the text model."""
-    text = {
-        "model_type": "qwen3_5_moe_text", "vocab_size": VOCAB_SIZE, "hidden_size": 192, "hidden_act": "silu",
-        "num_hidden_layers": 8, "full_attention_interval": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
-        "head_dim": 64, "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True,
-        "rms_norm_eps": 1e-6, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "num_experts": 16, "num_experts_per_tok": 4,
-        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "output_router_logits": False,
-        "router_aux_loss_coef": 0.001, "max_position_embeddings": 16384, "tie_word_embeddings": False,
-        "dtype": "bfloat16", "eos_token_id": token_id("<|endoftext|>"), "initializer_range": 0.02, "use_cache": True,
-        **changes,
-    }
-    layers = range(text["num_hidden_layers"])
-    text["layer_types"] = ["full_attention" if i % 4 == 3 else "linear_attention" for i in layers]
-    half = text["head_dim"] // 8
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25,
-                               "mrope_interleaved": True,
-                               "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
-    ids = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
-           "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
-    vision = {**VISION, "model_type": "qwen3_5_moe_vision", "hidden_act": "gelu_pytorch_tanh",
-              "out_hidden_size": text["hidden_size"], "dtype": "bfloat16", "initializer_range": 0.02}
-    return {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "dtype": "bfloat16",
-            "tie_word_embeddings": False, "transformers_version": "5.24.0",
-            **{field: token_id(token) for field, token in ids.items()}, "text_config": text, "vision_config": vision}
 
 
 def shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -241,7 +210,7 @@ class CausalConv(torch.autograd.Function):
 
 
 class Model:
-    """The forward pass over prepared weights (see `prepared` in tiny_quantise): matrices in `dtype`, the rest float32."""
+    """The forward pass over prepared weights (see Master.seen in tiny_quantise): matrices in `dtype`, the rest float32."""
 
     def __init__(self, config: ModelConfig, weights: Params, dtype: torch.dtype) -> None:
         self.config, self.weights, self.dtype = config, weights, dtype
