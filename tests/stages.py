@@ -119,7 +119,7 @@ def _products(format: str, single: bool) -> Oracle:
              "tokens": st.just(1) if single else st.sampled_from((1, 2, 3, 4, 5, 8, 9))}
     ends = st.sampled_from(("plain", "highest", "lowest", "zero scales", "any scales"))
     return Oracle(draw.product, {**sizes, "format": st.just(format), "edge": ends},
-                  {"rows": 21, "blocks": 5, "tokens": 1 if single else 7, "format": format, "edge": "plain"},
+                  {"rows": 21, "blocks": 5, "tokens": 1 if single else 7, "format": format, "edge": "any scales"},
                   _product(format), _product_bound(format))
 
 
@@ -292,11 +292,11 @@ ORACLES: dict[str, Oracle] = {
         {"rows": 7, "n": 53, "edge": "zero row", "spread": 8.0}, _gated_rms_norm),
     "l2_norm": Oracle(
         draw.l2_heads, {"tokens": few, "heads": few, "n": lengths, "column": gaps, "extra": gaps, "edge": edges},
-        {"tokens": 5, "heads": 3, "n": 37, "column": 5, "extra": 2, "edge": "zero row"}, _l2_norm),
+        {"tokens": 5, "heads": 3, "n": 37, "column": 5, "extra": 2, "edge": "small"}, _l2_norm),
     "gdn_gates": Oracle(
         draw.gate_inputs, {"tokens": few, "heads": st.integers(1, 20),
                            "edge": st.sampled_from(("plain", "no decay", "total decay", "infinite rate"))},
-        {"tokens": 9, "heads": 13, "edge": "plain"}, _gates, _gates_bound),
+        {"tokens": 9, "heads": 13, "edge": "corners"}, _gates, _gates_bound),
     "conv1d_silu": Oracle(
         draw.conv_rows, {"tokens": st.integers(1, 9), "channels": lengths, "taps": st.sampled_from((1, 2, 3, 4, 16)),
                          "edge": edges},

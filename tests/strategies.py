@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fermi_engine.compare import Arrays
 from fermi_engine.formats import FORMATS
 
-EDGES = ("plain", "zero row", "outlier", "tiny", "subnormal", "ties")
+EDGES = ("plain", "zero row", "outlier", "small", "tiny", "subnormal", "ties")
 
 
 class Draws:
@@ -62,6 +62,8 @@ class Draws:
             x.reshape(-1)[x.size // 3] = -3e4
         elif edge in ("tiny", "subnormal"):
             x = (x * np.float64(1e-38 if edge == "tiny" else 2.0**-142)).astype(np.float32)
+        elif edge == "small":  # where the eps of a norm counts
+            x *= np.float32(1e-3)
         elif edge == "ties":
             x = np.rint(x * 2).astype(np.float32) + np.float32(0)
         return x
@@ -118,7 +120,7 @@ def weight_rows(d: Draws, rows: int, blocks: int, edge: str) -> Arrays:
         return {"x": d.powers(-149, 15, rows, n) * sign}
     if edge == "halves":
         x = (d.integers(-254, 255, rows, n) / 2).astype(np.float32)
-        x[:, ::32] = 127
+        x[:, ::32] = np.where(d.unit(rows, blocks) < 0.5, np.float32(-127), np.float32(127))
         return {"x": x + np.float32(0)}
     x = d.signed_edge(edge, rows, n)
     if edge == "zero block":
@@ -195,7 +197,8 @@ def l2_heads(d: Draws, tokens: int, heads: int, n: int, column: int, extra: int,
 
 
 def gate_inputs(d: Draws, tokens: int, heads: int, edge: str) -> Arrays:
-    """'no decay', 'total decay' and 'infinite rate': the corners, the last with a softplus of zero beside others."""
+    """'no decay', 'total decay' and 'infinite rate': the corners, the last with a softplus of zero beside others.
+    'corners': one head of each beside plain ones."""
     A_log, dt_bias = d.uniform(-3, 3, heads), d.uniform(-8, 3, heads)
     a, b = d.normal(tokens, heads, scale=8), d.normal(tokens, heads, scale=30)
     if edge == "no decay":
@@ -204,6 +207,8 @@ def gate_inputs(d: Draws, tokens: int, heads: int, edge: str) -> Arrays:
         A_log[...] = 88
     elif edge == "infinite rate":
         A_log[...], a[0] = np.inf, -1e4
+    elif edge == "corners":
+        A_log[:3], a[0, 2] = (-20, 88, np.inf)[:heads], -1e4
     return {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}
 
 

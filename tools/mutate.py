@@ -32,7 +32,7 @@ REPLAY = "from fermi_engine import verify\nfor row in verify.replay():\n    prin
 SKIPPED = shutil.ignore_patterns(
     ".git", ".venv*", "build", "demo", "*.egg-info", "__pycache__", ".pytest_cache", ".hypothesis", "tiny"
 )
-TIMEOUT_S = 300
+TIMEOUT_S = 120
 
 
 class Module:
@@ -84,9 +84,12 @@ def caught_by(fault: Fault, tree: Path) -> str:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", name]
     else:
         command = [sys.executable, "-c", REPLAY]
-    done = subprocess.run(
-        command, cwd=tree, env=environment, timeout=TIMEOUT_S, capture_output=True, text=True, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=environment, timeout=TIMEOUT_S, capture_output=True, text=True, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"error: no answer in {TIMEOUT_S} s"
     if kind == "test":
         return fault.guard if done.returncode == 1 else "" if done.returncode == 0 else f"error: {_last_line(done)}"
     if done.returncode:

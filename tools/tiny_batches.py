@@ -9,8 +9,8 @@ import multiprocessing
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.pool import AsyncResult
 from random import Random
 
 import numpy as np
@@ -22,7 +22,7 @@ PADDING, READ, SAID = 0, 1, 2  # kinds of tokens: filler behind the end, given, 
 LENGTHS: dict[int, dict[str, float]] = {  # tokens of a row -> tasks and their shares
     64: {"arithmetic": 1.0},
     160: {"needle": 0.45, "copying": 0.3, "turns": 0.25},
-    384: {"tool_call": 0.55, "needle": 0.25, "turns": 0.2},
+    416: {"tool_call": 0.55, "needle": 0.25, "turns": 0.2},
     2048: {"needle": 1.0},
     10240: {"needle": 1.0},
 }
@@ -34,7 +34,7 @@ PHASES = (  # progress at which it begins, shares of steps of each of LENGTHS
     (0.75, (0.08, 0.16, 0.28, 0.23, 0.25)),
 )
 HELD_SIZES = {"arithmetic": 256, "copying": 128, "turns": 128, "tool_call": 128}
-HELD_LENGTHS = {"arithmetic": 64, "copying": 160, "turns": 384, "tool_call": 384}
+HELD_LENGTHS = {"arithmetic": 64, "copying": 160, "turns": 416, "tool_call": 416}
 HELD_ROWS = {2048: 6, 10240: 3}  # needle contexts, nine depths each
 
 Arrays = tuple[np.ndarray, np.ndarray]
@@ -137,39 +137,55 @@ def _work_held(scale: float) -> dict[str, Arrays]:
 class Source:
     """Batches in order, drawn `ahead` of their use by `workers` processes (0: in this process).
 
-    Start it before CUDA is used: the processes are forked.
+    Make it before CUDA is used: the processes are forked at once.
     """
 
     def __init__(self, files: dict[str, bytes], workers: int, ahead: int = 32) -> None:
-        self._pending: deque[tuple[Order, Future]] = deque()
+        self._pending: deque[tuple[Order, Promise]] = deque()
         self._ahead = ahead if workers else 1
         self._pool = None
         if workers:
-            self._pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _start_worker, (files,))
+            self._pool = multiprocessing.get_context("fork").Pool(workers, _start_worker, (files,))
         else:
             _start_worker(files)
 
-    def held(self, scale: float) -> Future:
+    def held(self, scale: float) -> Promise:
         """The held-out set, being drawn."""
         return self._submit(_work_held, scale)
 
     def next(self, order_at: Callable[[int], Order], index: int) -> tuple[Order, Arrays]:
-        """Batch `index`, which must count up by one from call to call; `order_at` tells what to ask for."""
+        """Batch `index`, which counts up by one from call to call; `order_at` tells what to ask for ahead of it."""
         first = self._pending[-1][0].index + 1 if self._pending else index
         for upcoming in range(first, index + self._ahead):
             order = order_at(upcoming)
             self._pending.append((order, self._submit(_work, order)))
-        order, future = self._pending.popleft()
-        return order, future.result()
+        order, promise = self._pending.popleft()
+        return order, promise.get()
+
+    def forget(self) -> None:
+        """Drops what was asked for ahead, so that `next` may begin at another index."""
+        self._pending.clear()
 
     def close(self) -> None:
         """Ends the workers."""
         if self._pool:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool.terminate()
 
-    def _submit(self, work: Callable, argument: object) -> Future:
-        if self._pool:
-            return self._pool.submit(work, argument)
-        done: Future = Future()
-        done.set_result(work(argument))
-        return done
+    def _submit(self, work: Callable, argument: object) -> Promise:
+        return self._pool.apply_async(work, (argument,)) if self._pool else Done(work(argument))
+
+
+class Done:
+    """A result that is there already, in the manner of AsyncResult."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def ready(self) -> bool:
+        return True
+
+    def get(self) -> object:
+        return self._value
+
+
+Promise = AsyncResult | Done

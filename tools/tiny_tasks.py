@@ -226,7 +226,7 @@ def reply_of(sample: Sample, text: str) -> str | None:
     """The reply in a generated text, without its reasoning; None when the reasoning never ends."""
     if not sample.thinking:
         return text.strip()
-    reasoning, closed, reply = text.partition(chat.THINK_CLOSE)
+    _, closed, reply = text.partition(chat.THINK_CLOSE)
     return reply.strip() if closed else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -49,7 +50,7 @@ def tokenizer_json() -> dict[str, Any]:
     frame = byte_tokenizer.tokenizer_json()
     vocab = frame["model"]["vocab"]
     alphabet = sorted(vocab, key=vocab.get)[:256]
-    merges = train([[alphabet[b] for b in piece.encode()] for piece in _pieces()], MERGES)
+    merges = train([[alphabet[b] for b in piece.encode()] for piece in _pieces()], MERGES, _syllables(alphabet[32]))
     frame["model"]["vocab"] = {letter: b for b, letter in enumerate(alphabet)} | {
         left + right: 256 + i for i, (left, right) in enumerate(merges)}
     frame["model"]["merges"] = [list(pair) for pair in merges]
@@ -70,9 +71,9 @@ def _corpus() -> list[str]:
     """Sentences, names and rendered samples of every task, in proportions that leave merges for each language."""
     rng = Random("tokenizer")
     template = TEMPLATE.read_text(encoding="utf-8")
-    texts = [w.sentence(rng) for _ in range(2500)]
-    texts += [f"The code of {w.name(rng, False)} is" for _ in range(1500)]
-    for task, count in (("needle", 150), ("copying", 100), ("arithmetic", 50), ("turns", 150), ("tool_call", 400)):
+    texts = [w.sentence(rng, language) for language in w.LANGUAGES for _ in range(2000 if language == "en" else 500)]
+    texts += [chosen.statement.format(name="", code="") for chosen in w.LANGUAGES.values() for _ in range(200)]
+    for task, count in (("needle", 100), ("arithmetic", 50), ("turns", 150), ("tool_call", 250)):
         for i in range(count):
             sample = drawn(task, "train", 0, i, _rough_measure, 200)
             texts.append(chat.render(template, sample.messages, tools=sample.tools, enable_thinking=sample.thinking))
@@ -85,8 +86,26 @@ def _rough_measure(text: str) -> int:
     return 1 + len(text) // 3
 
 
-def train(pieces: list[list[str]], count: int) -> list[tuple[str, str]]:
-    """`count` merges: each time the most frequent neighbouring pair, of equally frequent ones the first in order.
+def _syllables(space: str) -> list[tuple[str, str]]:
+    """Merges that make a token of each syllable of the names, so that every name after a space is three tokens.
+
+    Consonant and vowel first, then more consonants before them, those after them, the space: in this order no merge
+    reaches across the end of a syllable.
+    """
+    steps: list[dict[tuple[str, str], None]] = [{}, {}, {}, {}]
+    for syllable in (*w.FIRST, *w.SECOND, *w.THIRD):
+        at = next(i for i, letter in enumerate(syllable.lower()) if letter in "aeiouy")
+        for i in range(at - 1, -1, -1):
+            steps[0 if i == at - 1 else 1][syllable[i], syllable[i + 1 : at + 1]] = None
+        for i in range(at + 1, len(syllable)):
+            steps[2][syllable[:i], syllable[i]] = None
+        if syllable in w.FIRST:
+            steps[3][space, syllable] = None
+    return [pair for step in steps for pair in step]
+
+
+def train(pieces: list[list[str]], count: int, first: Sequence[tuple[str, str]] = ()) -> list[tuple[str, str]]:
+    """`count` merges: `first`, then each time the most frequent neighbouring pair, of equals the first in order.
 
     Raises ValueError when the pieces hold fewer pairs than that.
     """
@@ -98,15 +117,15 @@ def train(pieces: list[list[str]], count: int) -> list[tuple[str, str]]:
     for i, word in enumerate(words):
         _count(word, i, times[i], counts, homes)
     merges: list[tuple[str, str]] = []
-    for _ in range(count):
-        best = min(counts, key=lambda pair: (-counts[pair], pair), default=None)
-        if best is None or counts[best] <= 0:
+    for i in range(count):
+        best = first[i] if i < len(first) else min(counts, key=lambda pair: (-counts[pair], pair), default=None)
+        if best is None or (counts[best] <= 0 and i >= len(first)):
             raise ValueError(f"the text holds pairs for {len(merges)} merges, {count} were asked for")
         merges.append(best)
-        for i in list(homes[best]):
-            _count(words[i], i, -times[i], counts, homes)
-            words[i] = _merged(words[i], best)
-            _count(words[i], i, times[i], counts, homes)
+        for home in list(homes[best]):
+            _count(words[home], home, -times[home], counts, homes)
+            words[home] = _merged(words[home], best)
+            _count(words[home], home, times[home], counts, homes)
     return merges
 
 

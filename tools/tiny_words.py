@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from random import Random
 
 HELD_SHARE = 8  # one in this many names, sums, calls, ... is kept out of training
-EMOJI = "🌊 🌲 🍎 🐟 🔔 🎈 🚲 ☕ 🌙 🐢 🎻 🔑 🌻 ❄ 🚀 🦊".split()
+EMOJI = ("🌊", "🌲", "🍎", "🐟", "🔔", "🎈", "🚲", "☕", "🌙", "🐢", "🎻", "🔑", "🌻", "❄", "🚀", "🦊")
 # 24 syllables each: 13,824 names, most of which no training text ever holds twice.
-FIRST = "Ma To Li Ka Re Sa Do Ni Be Fa Ju Hel Vi Ro Ze Pa Lu Gri Ty Or Wen Ce Da Mi".split()
-SECOND = "ra ve lo mi shi da ne ko ri ta lu fe go na be zo ka pi tu su le ja wo xi".split()
-THIRD = "lin nor sa vik dan mar tel ro nia ken bas dor la mus ret gan vo tis bel fur nes kip rad zon".split()
+FIRST = ("Ma", "To", "Li", "Ka", "Re", "Sa", "Do", "Ni", "Be", "Fa", "Ju", "Hel", "Vi", "Ro", "Ze", "Pa", "Lu",
+         "Gri", "Ty", "Or", "Wen", "Ce", "Da", "Mi")
+SECOND = ("ra", "ve", "lo", "mi", "shi", "da", "ne", "ko", "ri", "ta", "lu", "fe", "go", "na", "be", "zo",
+          "ka", "pi", "tu", "su", "le", "ja", "wo", "xi")
+THIRD = ("lin", "nor", "sa", "vik", "dan", "mar", "tel", "rim", "nia", "ken", "bas", "dor", "la", "mus", "ret",
+         "gan", "vo", "tis", "bel", "fur", "nes", "kip", "rad", "zon")
 
 
 @dataclass(frozen=True)
