@@ -37,7 +37,8 @@ typedef struct {
 
 /* y[t, r] = sum over blocks b, in order from +0.0, of (float)isum * (dw[r,b] * da[t,b]); isum the exact integer dot.
  * Weights in groups of 8 rows (formats.py: interleaved). Item = group of 8 rows; rows beyond `rows` are not written.
- * gemv kernels take tokens == 1, gemm kernels any number; both give the same bits. */
+ * gemv kernels take tokens == 1, gemm kernels any number; both give the same bits. Weight scales are finite, activation
+ * codes lie in -127..127. */
 typedef struct {
     const uint8_t *w;      /* [ceil(rows/8), n/32, 144 (q4_0) or 272 (q8_0)] */
     const int8_t *codes;   /* [tokens, n] */

@@ -175,8 +175,8 @@ KERNELS = (
     Fault(
         "kv head of the neighbour",
         "csrc/ssse3/attention.c",
-        "int64_t kv_head = item % a->heads / shared;",
-        "int64_t kv_head = (item % a->heads / shared + 1) % a->kv_heads;",
+        "run_group(a, item, heads, kv_head);",
+        "run_group(a, item, heads, (kv_head + 1) % a->kv_heads);",
         "stage:attention",
     ),
     Fault(
@@ -207,6 +207,13 @@ KERNELS = (
         "f32_silu(up[i]) * gate[i]",
         "stage:swiglu",
     ),
+    Fault(
+        "subnormals flushed to zero",
+        "csrc/pool.c",
+        "#define MXCSR_DEFAULT 0x1f80u",
+        "#define MXCSR_DEFAULT 0x9fc0u",
+        "stage:exp_f32",
+    ),
 )
 
 MODEL = (
@@ -229,7 +236,7 @@ MODEL = (
         "fermi_engine/model/attention.py",
         "np.float32(2 * j) / np.float32(rotary_dim)",
         "np.float32(2 * j + 2) / np.float32(rotary_dim)",
-        "stage:decoder",
+        "stage:gated_attention",
     ),
     Fault(
         "values taken from where keys are",
@@ -271,14 +278,14 @@ MODEL = (
         "fermi_engine/model/decoder.py",
         "rope = self.rope(state.position, len(ids))",
         "rope = self.rope(0, len(ids))",
-        "stage:snapshot_resume",
+        "stage:decoder",
     ),
     Fault(
         "keys of later calls written one position early",
         "fermi_engine/state.py",
         "page, row = divmod(at, self.page_tokens)",
         "page, row = divmod(at - (start > 1), self.page_tokens)",
-        "stage:snapshot_resume",
+        "stage:gated_attention",
     ),
     Fault(
         "snapshot shares its state",
