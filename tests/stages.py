@@ -41,7 +41,7 @@ def _map(function: Callable[[Tensor], Tensor]) -> Reference:
 def _maps(function: Callable[[Tensor], Tensor], reach: float) -> Oracle:
     kinds, reaches = st.sampled_from(("bits", "range", "powers")), st.sampled_from((1.0, 20.0, reach))
     return Oracle(draw.floats, {"count": st.integers(1, 700), "kind": kinds, "reach": reaches},
-                  {"count": 1999, "kind": "bits", "reach": reach}, _map(function))
+                  {"count": 2997, "kind": "all", "reach": reach}, _map(function))
 
 
 def _silu_times(a: Tensors, dtype: torch.dtype) -> Tensors:

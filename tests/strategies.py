@@ -85,7 +85,9 @@ edges = st.sampled_from(EDGES)
 
 
 def floats(d: Draws, count: int, kind: str, reach: float) -> Arrays:
-    """kind: 'bits' any float at all; 'range' within +-reach; 'powers' all magnitudes up to reach, and zeros."""
+    """kind: 'bits' any float at all; 'range' within +-reach; 'powers' all magnitudes up to reach, and zeros; or 'all'."""
+    if kind == "all":
+        return {"x": np.concatenate([floats(d, count // 3, part, reach)["x"] for part in ("bits", "range", "powers")])}
     if kind == "bits":
         return {"x": d.any_floats(count)}
     if kind == "range":

@@ -301,6 +301,20 @@ MODEL = (
         "self.engine.decoder.logits(hidden[:1])[0]",
         "test:tests/test_exactness.py::test_every_two_way_split",
     ),
+    Fault(
+        "a copied state shares its conv tail",
+        "fermi_engine/state.py",
+        "return DeltaState(self.conv.copy(), self.recurrent.copy())",
+        "return DeltaState(self.conv, self.recurrent.copy())",
+        "stage:snapshot_resume",
+    ),
+    Fault(
+        "decode does not move the position on",
+        "fermi_engine/model/decoder.py",
+        "state.position += len(ids)",
+        "state.position += len(ids) - (len(ids) == 1)",
+        "stage:snapshot_resume",
+    ),
 )
 
 FILES = (
