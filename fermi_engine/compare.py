@@ -77,7 +77,7 @@ def _count(count: Count, case: Case) -> float:
 
 
 def _named(value: object) -> str:
-    return getattr(value, "__name__", repr(value))
+    return f"{value:g}" if isinstance(value, (int, float)) else getattr(value, "__name__", repr(value))
 
 
 class Exact(Rule):

@@ -46,23 +46,23 @@ def _quantize_q8_0(k: CpuKernels, a: Arrays) -> Arrays:
     return k.quantize_q8_0(a["x"])._asdict()
 
 
-def _stored(format: str, plain: np.ndarray) -> Matrix:
+def _stored(k: CpuKernels, format: str, plain: np.ndarray) -> Matrix:
     """Plain rows uint8 [rows, bytes] as kernels read them."""
     row = FORMATS[format]
-    return Matrix(format, len(plain), plain.shape[1] // row.block_bytes * row.block, row.interleave(plain))
+    return Matrix(format, len(plain), plain.shape[1] // row.block_bytes * row.block, own(k, row.interleave(plain)))
 
 
 def _product(op: str, format: str) -> Compute:
     def compute(k: CpuKernels, a: Arrays) -> Arrays:
         q = Q8Rows(a["codes"], a["d"], a["sums"])
         isums = k.empty((len(q.codes), len(a["w"]), q.d.shape[1]), np.int32)
-        return {"isums": isums, "y": k.matmul_q8(op, q, _stored(format, a["w"]), isums)}
+        return {"isums": isums, "y": k.matmul_q8(op, q, _stored(k, format, a["w"]), isums)}
     return compute
 
 
 def _dequantize(format: str) -> Compute:
     def compute(k: CpuKernels, a: Arrays) -> Arrays:
-        w = _stored(format, a["w"])
+        w = _stored(k, format, a["w"])
         return {"rows": k.dequantize(w, int(a["first"])), "picked": k.dequantize(w, ids=a["ids"])}
     return compute
 
@@ -210,14 +210,16 @@ def x_gain(a: Arrays) -> float:
     return max(1.0, float(np.abs(a["x"]).max(initial=0)))
 
 
-# Roundings of single elements, sums left out (compare.TwiceReference).
+# Roundings of single elements, sums left out (compare.TwiceReference). A matrix: a product and the last addition.
 NORM = 6  # mean + eps (halved by the root), root, quotient; x * scale, 1 + w, product
 DELTA_STEP = 3 * 2 + 2 * EXP_ULP  # of one token: decay, two products and sums, beta
 SOFTMAX = 4 + 2 * EXP_ULP  # scale, difference, product, quotient
 SWIGLU = 1 + SILU
-GATED_DELTA_NET = GATES + SILU + NORM + DELTA_STEP + NORM + SILU + 3  # and three matrices
-GATED_ATTENTION = NORM + 3 + SOFTMAX + LOGISTIC + 1 + 2  # 3: rope
-FEED_FORWARD = SWIGLU + 2 + SOFTMAX + LOGISTIC
+MATRIX = 2
+GATED_DELTA_NET = GATES + SILU + NORM + DELTA_STEP + NORM + SILU + 2 * MATRIX  # convolution, l2 norm, gated norm
+GATED_ATTENTION = NORM + 3 + SOFTMAX + LOGISTIC + 1 + 2 * MATRIX  # norm of q and k, rope (3), output gate
+DENSE = SWIGLU + 3 * MATRIX
+FEED_FORWARD = DENSE + SOFTMAX + LOGISTIC  # router, gate of the shared expert
 
 
 def decoder_chain(a: Arrays) -> float:
@@ -285,7 +287,7 @@ STAGES = (
     _kernel("add",             _add,                                Exact()),
     Stage("gated_delta_net",   None, runs.gated_delta_net,          TwiceReference(GATED_DELTA_NET)),
     Stage("gated_attention",   None, runs.gated_attention,          TwiceReference(GATED_ATTENTION)),
-    Stage("dense_mlp",         None, runs.dense_mlp,                TwiceReference(SWIGLU + 2)),
+    Stage("dense_mlp",         None, runs.dense_mlp,                TwiceReference(DENSE)),
     Stage("sparse_moe",        None, runs.sparse_moe,               All(TwiceReference(FEED_FORWARD), ids=Exact())),
     Stage("decoder",           None, runs.decoder,                  TwiceReference(decoder_chain)),
     Stage("decoder_q4_0",      None, runs.decoder_q4_0,             All(logits=Divergence(), digest=Exact())),

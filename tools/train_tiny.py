@@ -38,7 +38,7 @@ WARMUP, DECAY_FROM, LAST_RATE = 0.02, 0.5, 0.02  # shares of the schedule, and o
 ROUNDED_FROM, PLAIN_EVERY = 0.65, 4  # from this progress on q4_0 weights are seen, but for one step in four
 SAVE_SECONDS, EVALUATE_SECONDS = 60, 75
 FORWARD_TOKENS = 65536
-FEWEST_ROWS = 6
+LONG = 4096  # rows of more tokens come in batches of twice the size: they hold few answers
 
 
 @dataclasses.dataclass
@@ -79,7 +79,11 @@ class Trainer:
     def order(self, index: int) -> Order:
         """What step `index` is to train on, asked for now."""
         length = batches.length_at(self.progress, index, self.settings.seed)
-        return Order(index, self.settings.seed, length, max(FEWEST_ROWS, self.settings.step_tokens // length))
+        return Order(index, self.settings.seed, length, self.rows(length))
+
+    def rows(self, length: int) -> int:
+        """Rows of a batch."""
+        return max(1, self.settings.step_tokens * (2 if length > LONG else 1) // length)
 
     def rate(self) -> float:
         """Learning rate: up, level, and down in a straight line to nearly nothing."""
@@ -262,8 +266,7 @@ def benchmark(trainer: Trainer, source: batches.Source, seconds: float = 4.0) ->
     for rounded in (False, True):
         trainer.tokens = trainer.settings.tokens if rounded else 0
         for length in LENGTHS:
-            rows = max(FEWEST_ROWS, trainer.settings.step_tokens // length)
-            ids = np.random.default_rng(0).integers(0, 1000, (rows, length)).astype(np.int16)
+            ids = np.random.default_rng(0).integers(0, 1000, (trainer.rows(length), length)).astype(np.int16)
             kinds = np.full(ids.shape, READ, np.uint8)
             _timed(trainer, (ids, kinds), seconds / 2, f"q4_0 {rounded!s:5}")
     begin, tokens, index = time.perf_counter(), 0, 0

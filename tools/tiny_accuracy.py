@@ -1,0 +1,233 @@
+"""Held-out accuracy of the small trained model, through the fp32 reference and through the Q4_0 engine, side by side.
+
+`python tools/tiny_accuracy.py [CHECKPOINT]` prints a table with counts and standard errors, and leaves with 1 where a
+target is missed. Decoding is greedy. Answers are first fed to the model: where the likeliest token is the right one at
+every place, greedy generation gives the very same text, and only otherwise is it run and its text checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+if not __package__:  # run as a script, which puts this folder on the path instead of the repository
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from fermi_engine.checkpoint import Checkpoint
+from fermi_engine.convert import convert
+from fermi_engine.engine import Engine
+from reference.decoder import Decoder
+from tools.tiny_tasks import DEPTHS, Encoder, Sample, check, drawn, drawn_row
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNNERS = ("reference fp32", "engine q4_0")
+SEED = 1  # not the held-out samples that training shows its progress on
+COUNTS = {"needle_2k": 12, "needle_10k": 6, "arithmetic": 200, "tool_call": 120, "turns": 100, "copying": 100}
+NEEDLE_TOKENS = {"needle_2k": 2000, "needle_10k": 10000}
+TASK_TOKENS = {"arithmetic": 64, "tool_call": 400, "turns": 400, "copying": 160}
+TARGETS = {"needle_2k": 0.99, "needle_10k": 0.99, "arithmetic": 0.95, "tool_call": 0.95}
+MOST_LOSS = 0.03  # that the Q4_0 engine may lose against the reference
+BLOCK = 512  # tokens that go through the reference together
+GROUP = 10  # samples of a short task in a job
+SPARE_TOKENS = 16  # that a wrong answer may be longer than the right one
+
+
+class Runner(Protocol):
+    """A model that keeps what it has read."""
+
+    def read(self, ids: Sequence[int]) -> Any:
+        """A state after `ids`, from the start of a sequence."""
+
+    def logits(self, state: Any, ids: Sequence[int]) -> np.ndarray:
+        """Logits [n, vocab] after each of `ids`, which follow `state`; the state stays as it is."""
+
+
+class Reference:
+    """The reference in float32 over a checkpoint's weights."""
+
+    def __init__(self, path: Path) -> None:
+        checkpoint = Checkpoint.open(path)
+        params = {name: torch.from_numpy(checkpoint.read(name)) for name in checkpoint.tensors}
+        self.decoder = Decoder(checkpoint.config, params)
+
+    def read(self, ids: Sequence[int]) -> Any:
+        state = None
+        with torch.no_grad():
+            for begin in range(0, len(ids), BLOCK):
+                _, state = self.decoder.forward(list(ids[begin : begin + BLOCK]), state)
+        return state
+
+    def logits(self, state: Any, ids: Sequence[int]) -> np.ndarray:
+        with torch.no_grad():
+            return self.decoder.forward(list(ids), state)[0].numpy()
+
+
+class Packed:
+    """The engine over a pack."""
+
+    def __init__(self, path: Path) -> None:
+        self.session = Engine.load(path, threads=1).session()
+        self._empty = self.session.snapshot()
+
+    def read(self, ids: Sequence[int]) -> Any:
+        self.session.restore(self._empty)
+        if ids:
+            self.session.prefill(ids)
+        return self.session.snapshot()
+
+    def logits(self, state: Any, ids: Sequence[int]) -> np.ndarray:
+        self.session.restore(state)
+        return self.session.logits(ids)
+
+
+def right(runner: Runner, encoder: Encoder, samples: Sequence[Sample]) -> list[bool]:
+    """Which samples the model answers rightly; what their prompts share at the beginning is read once."""
+    prompts = [encoder.prompt(sample) for sample in samples]
+    shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False)))
+    shared = min(shared, *(len(prompt) - 1 for prompt in prompts)) if len(prompts) > 1 else len(prompts[0]) - 1
+    state = runner.read(prompts[0][:shared])
+    found = []
+    for sample, prompt in zip(samples, prompts, strict=True):
+        answer = encoder.answer(sample)
+        rows = runner.logits(state, prompt[shared:] + answer[:-1])[-len(answer) :]
+        exact = rows.argmax(-1).tolist() == answer
+        found.append(exact or check(sample, _generated(runner, encoder, state, prompt[shared:], len(answer))))
+    return found
+
+
+def _generated(runner: Runner, encoder: Encoder, state: Any, ids: list[int], length: int) -> str:
+    """The text of greedy decoding."""
+    chosen: list[int] = []
+    while len(chosen) < length + SPARE_TOKENS:
+        token = int(runner.logits(state, ids + chosen)[-1].argmax())
+        if token == encoder.end:
+            break
+        chosen.append(token)
+    return encoder.tokenizer.decode(chosen)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Samples `begin` to `end` of a task for one of RUNNERS; of needles, one context with all depths."""
+
+    runner: str
+    task: str
+    begin: int
+    end: int
+
+    def groups(self, encoder: Encoder) -> list[list[Sample]]:
+        """Samples that share a context together."""
+        if self.task in NEEDLE_TOKENS:
+            tokens = NEEDLE_TOKENS[self.task]
+            return [drawn_row("held", SEED, i, encoder.measure, tokens) for i in range(self.begin, self.end)]
+        tokens = TASK_TOKENS[self.task]
+        return [[drawn(self.task, "held", SEED, i, encoder.measure, tokens)] for i in range(self.begin, self.end)]
+
+    @property
+    def work(self) -> int:
+        """About how much longer than another job it takes: tokens, the reference slower."""
+        tokens = NEEDLE_TOKENS.get(self.task) or TASK_TOKENS[self.task]
+        return tokens * (self.end - self.begin) * (2 if self.runner == RUNNERS[0] else 1)
+
+
+def jobs(counts: dict[str, int]) -> list[Job]:
+    """All jobs, the longest first."""
+    found = []
+    for runner in RUNNERS:
+        for task, count in counts.items():
+            step = 1 if task in NEEDLE_TOKENS else GROUP
+            found += [Job(runner, task, begin, min(count, begin + step)) for begin in range(0, count, step)]
+    return sorted(found, key=lambda job: -job.work)
+
+
+_models: dict[str, Any] = {}
+
+
+def _start(checkpoint: Path, pack: Path) -> None:
+    torch.set_num_threads(1)
+    _models.update(encoder=Encoder.from_directory(checkpoint), paths=(checkpoint, pack))
+
+
+def _work(job: Job) -> tuple[Job, list[bool]]:
+    """Runs in a process of its own; models are loaded when first asked for."""
+    if job.runner not in _models:
+        path = _models["paths"][RUNNERS.index(job.runner)]
+        _models[job.runner] = Reference(path) if job.runner == RUNNERS[0] else Packed(path)
+    encoder = _models["encoder"]
+    return job, [hit for group in job.groups(encoder) for hit in right(_models[job.runner], encoder, group)]
+
+
+def measure(checkpoint: Path, counts: dict[str, int], processes: int) -> dict[tuple[str, str], list[bool]]:
+    """(task, runner) -> whether each sample came out right, in order; a needle context gives one for each of DEPTHS."""
+    found: defaultdict[tuple[str, str], dict[int, list[bool]]] = defaultdict(dict)
+    with tempfile.TemporaryDirectory() as folder:
+        pack = convert(checkpoint, Path(folder) / "model.pack", "q4_0")
+        with multiprocessing.get_context("spawn").Pool(processes, _start, (checkpoint, pack)) as pool:
+            for job, hits in pool.imap_unordered(_work, jobs(counts)):
+                found[job.task, job.runner][job.begin] = hits
+    return {key: [hit for _, hits in sorted(parts.items()) for hit in hits] for key, parts in found.items()}
+
+
+def table(results: dict[tuple[str, str], list[bool]]) -> list[str]:
+    """Lines to print: accuracy, standard error and count for each task, and needles by depth."""
+    lines = [f"{'held-out task':14}" + "".join(f"{runner:>30}" for runner in RUNNERS) + f"{'difference':>12}"]
+    tasks = list(dict.fromkeys(task for task, _ in results))
+    for task in sorted(tasks, key=list(COUNTS).index):
+        hits = [np.array(results[task, runner]) for runner in RUNNERS]
+        cells = [f"{h.mean():8.1%} ± {_error(h):.1%} {f'({h.sum()}/{h.size})':>11}" for h in hits]
+        lines.append(f"{task:14}" + "".join(f"{cell:>30}" for cell in cells) + f"{hits[1].mean() - hits[0].mean():+12.1%}")
+        if task in NEEDLE_TOKENS:
+            for runner, h in zip(RUNNERS, hits, strict=True):
+                shares = h.reshape(-1, len(DEPTHS)).mean(0)
+                lines.append(f"  {runner:16} " + " ".join(f"{d:.1f}:{s:4.0%}" for d, s in zip(DEPTHS, shares, strict=True)))
+    return lines
+
+
+def _error(hits: np.ndarray) -> float:
+    """Standard error of a share; of none or all right, that of one more sample gone the other way."""
+    share = min(max(hits.mean(), 1 / (hits.size + 1)), 1 - 1 / (hits.size + 1))
+    return float((share * (1 - share) / hits.size) ** 0.5)
+
+
+def missed(results: dict[tuple[str, str], list[bool]]) -> list[str]:
+    """What falls short of its target, one line each."""
+    lines = []
+    for task in dict.fromkeys(task for task, _ in results):
+        reference, engine = (float(np.mean(results[task, runner])) for runner in RUNNERS)
+        if reference < TARGETS.get(task, 0.0):
+            lines.append(f"{task}: {reference:.1%} through the reference, the target is {TARGETS[task]:.0%}")
+        if engine < reference - MOST_LOSS:
+            lines.append(f"{task}: the Q4_0 engine loses {reference - engine:.1%}, at most {MOST_LOSS:.0%} may go")
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=Path, nargs="?", default=ROOT / "golden" / "tiny")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--scale", type=float, default=1.0, help="more (or fewer) samples than usual")
+    args = parser.parse_args(argv)
+    begin = time.perf_counter()
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes to come: one for each core
+    counts = {task: max(1, round(count * args.scale)) for task, count in COUNTS.items()}
+    results = measure(args.checkpoint, counts, args.processes)
+    short = missed(results)
+    print("\n".join([*table(results), *short, f"{time.perf_counter() - begin:.0f} s, {args.processes} processes"]))
+    return 1 if short else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
