@@ -2,7 +2,7 @@
 # make test   installs what the tests need (system packages too, where it may) and runs them
 # make check  lint and the disassembly check
 # make golden regenerates golden/ (STAGE=name for one)
-# make soak   the long tests: gigabyte conversions, many examples
+# make soak   everything, with gigabyte conversions and many more examples
 PYTHON ?= python3
 CSRC := $(shell find csrc -name '*.c' -o -name '*.h')
 BUILD := pyproject.toml fermi_engine/kernels/_build.py $(CSRC)
@@ -33,7 +33,7 @@ mutate: $(VENV)/.ready
 	$(VENV)/bin/python tools/mutate.py
 
 soak: system $(VENV)/.ready
-	FERMI_SOAK=1 $(VENV)/bin/python -m pytest -m soak
+	FERMI_SOAK=1 $(VENV)/bin/python -m pytest
 
 system:
 	@sh tools/system_packages.sh

@@ -26,7 +26,8 @@ typedef struct {
 } map_args;
 
 /* Activation rows to 8 bits; item = row. Per block of 32: amax = max |x|; amax < 2^-110 gives d = 0 and codes 0, else
- * d = amax / 127, id = 127 / amax, code = round half to even (x * id). sums = the sum of a block's codes. x is finite. */
+ * d = amax / 127, id = 127 / amax, code = round half to even (x * id). sums = the sum of a block's codes. A block that
+ * holds NaN or infinity gives d = NaN and codes 0: every product with it is NaN, so that nothing hides it. */
 typedef struct {
     const float *x;      /* [rows, n] */
     int8_t *codes;       /* [rows, n] */

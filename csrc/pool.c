@@ -21,7 +21,6 @@ typedef struct {
 static pthread_mutex_t call_lock = PTHREAD_MUTEX_INITIALIZER; /* one parallel call at a time */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
-static pid_t owner;   /* workers do not survive a fork: the child starts its own */
 static int workers;
 static job_t job;
 static atomic_ullong call; /* call number << 16 | how many workers join it: one word, so that a late riser never mixes two calls */
@@ -82,12 +81,24 @@ static void *worker(void *arg)
     return NULL;
 }
 
+/* Workers do not survive a fork and the locks keep the parent's waiters: the child starts with fresh ones. */
+static void after_fork(void)
+{
+    call_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    wake = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+    workers = 0;
+}
+
+static void watch_forks(void)
+{
+    pthread_atfork(NULL, NULL, after_fork);
+}
+
 static int grow(int count)
 {
-    if (owner != getpid()) {
-        owner = getpid();
-        workers = 0;
-    }
+    static pthread_once_t watched = PTHREAD_ONCE_INIT;
+    pthread_once(&watched, watch_forks);
     if (count > MAX_WORKERS)
         count = MAX_WORKERS;
     while (workers < count) {

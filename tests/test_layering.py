@@ -19,7 +19,21 @@ from fermi_engine.kernels._build import kernels as declared_kernels
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 STDLIB = set(sys.stdlib_module_names)
-# What the parts below the engine may import of fermi_engine; everything else is above them.
+# A module imports from the rows above its own only (annotations under TYPE_CHECKING aside).
+TIERS = (
+    ("errors", "compare", "report"),
+    ("config", "formats", "safetensors_header", "tokenizer"),
+    ("shapes", "array_weights", "chat", "kernels", "rules", "state"),
+    ("model", "checkpoint", "pack", "sampling", "timeline"),
+    ("pack_writer", "generate", "session"),
+    ("convert",),
+    ("engine", "runs"),
+    ("doctor", "info", "stages", "against"),
+    ("verify", "cli_files", "cli_generate"),
+    ("cli_verify",),
+    ("cli",),
+)
+# What the parts at the bottom may import at most.
 MAY_IMPORT = {
     "fermi_engine/kernels": {"kernels", "errors", "formats"},
     "fermi_engine/model": {"model", "kernels", "config", "formats", "state"},
@@ -42,10 +56,16 @@ def sources(where: str) -> list[Path]:
     return found
 
 
-def imports(path: Path) -> set[str]:
-    """Full names of all modules a file imports, wherever it does; of `from a import b` both a and a.b."""
+def imports(path: Path, annotations: bool = True) -> set[str]:
+    """Full names of all modules a file imports, wherever it does; of `from a import b` both a and a.b.
+
+    annotations: those under TYPE_CHECKING too.
+    """
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    if not annotations:
+        tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and getattr(n.test, "id", "") == "TYPE_CHECKING")]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -81,6 +101,20 @@ def test_imports_run_one_way(where):
     for path in sources(where):
         inner = {name.split(".")[1] for name in imports(path) if name.startswith("fermi_engine.")}
         assert inner <= MAY_IMPORT[where], path
+
+
+@pytest.mark.parametrize("path", sources("fermi_engine"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_modules_import_from_the_tiers_above(path):
+    rank = {name: i for i, row in enumerate(TIERS) for name in row}
+    package = path.relative_to(ROOT / "fermi_engine").parts
+    own = package[0].removesuffix(".py")
+    if own == "__init__":
+        return
+    inner = {name.split(".")[1] for name in imports(path, annotations=False) if name.startswith("fermi_engine.")}
+    modules = {name for name in inner if name in rank} - ({own} if len(package) > 1 else set())
+    assert own in rank, f"{path.name} has no place in TIERS"
+    late = {name for name in modules if rank[name] >= rank[own]}
+    assert not late, f"{own} imports {sorted(late)}, which do not stand above it"
 
 
 def test_nothing_but_tools_and_tests_imports_tools():

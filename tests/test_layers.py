@@ -147,7 +147,7 @@ def run_reference(decoder, ids: list[int], generator: np.random.Generator | None
     return Run(logits, np.stack([trace[f"layers.{i}.router_logits"] for i in range(decoder.config.num_hidden_layers)]))
 
 
-def test_whole_model_is_within_the_references_own_noise(tmp_path):
+def test_whole_model_is_within_the_references_own_noise(tmp_path, capsys):
     """Mean KL over many short prompts, because what it averages is rare: a prompt without a flipped code sits at 1e-14, one
     with a flip at 1e-6. PROMPTS * DRAWS runs of 48 tokens meet some twenty flips, so that twice the noise is two to three of
     its standard deviations away."""
@@ -167,7 +167,8 @@ def test_whole_model_is_within_the_references_own_noise(tmp_path):
             ours.append(kl(plain.logits, mine)[~undecided])
             noise.append(kl(plain.logits, moved.logits)[~undecided])
     mean, limit = np.concatenate(ours).mean(), 2 * np.concatenate(noise).mean()
-    print(f"mean KL engine {mean:.2e}, limit {limit:.2e}, {left_out} of {positions} positions undecided")
+    with capsys.disabled():
+        print(f"\nmean KL engine {mean:.2e}, limit {limit:.2e}, {left_out} of {positions} positions undecided", end="")
     assert mean <= limit
     assert left_out <= 0.01 * positions
 
@@ -183,5 +184,6 @@ def test_format_loss_is_reported(packs, tmp_path, capsys):
         logits = Engine.load(packs["moe", name]).session().logits(ids)
         losses[name] = kl(truth, logits).mean()
         top1 = (truth.argmax(1) == logits.argmax(1)).mean()
-        print(f"{name}: mean KL {losses[name]:.2e} against f32, top-1 agreement {top1:.1%}")
+        with capsys.disabled():
+            print(f"\n{name}: mean KL {losses[name]:.2e} against f32, top-1 agreement {top1:.1%}", end="")
     assert 0 < losses["q8_0"] < losses["q4_0"]

@@ -97,8 +97,8 @@ KERNELS = (
     Fault(
         "sign ignored in the block maximum",
         "csrc/ssse3/quantize_q8_0.c",
-        "_mm_and_ps(_mm_loadu_ps(x + i), magnitude)",
-        "_mm_loadu_ps(x + i)",
+        "most = _mm_max_ps(most, _mm_and_ps(v, magnitude));",
+        "most = _mm_max_ps(most, v);",
         "stage:quantize_q8_0",
     ),
     Fault(
@@ -206,6 +206,20 @@ KERNELS = (
         "f32_silu(gate[i]) * up[i]",
         "f32_silu(up[i]) * gate[i]",
         "stage:swiglu",
+    ),
+    Fault(
+        "NaN passed over by the block maximum",
+        "csrc/ssse3/quantize_q8_0.c",
+        "if (_mm_movemask_ps(unordered))",
+        "if (0 && _mm_movemask_ps(unordered))",
+        "test:tests/test_pool_and_nan.py::test_a_block_that_is_not_finite_is_marked",
+    ),
+    Fault(
+        "locks of the parent kept after a fork",
+        "csrc/pool.c",
+        "pthread_atfork(NULL, NULL, after_fork);",
+        "(void)after_fork;",
+        "test:tests/test_pool_and_nan.py::test_a_child_of_fork_has_threads_of_its_own",
     ),
     Fault(
         "subnormals flushed to zero",

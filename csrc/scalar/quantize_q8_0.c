@@ -1,10 +1,10 @@
 #include "../kernels.h"
 #include "blocks.h"
 
-#include <math.h>
-
 /* Below it 127 / amax would leave the range in which x * id is sure to be finite and d to be normal. */
 #define TINY 0x1p-110f
+
+#define INFINITE 0x7f800000u /* bits of infinity */
 
 /* Adding 1.5 * 2^23 leaves no fraction bits: the add itself rounds half to even. |x| < 2^22. */
 static int32_t round_half_even(float x)
@@ -14,12 +14,18 @@ static int32_t round_half_even(float x)
 
 static void quantize_block(const float *x, int8_t *codes, float *d, int32_t *sum)
 {
-    float amax = 0.0f;
-    for (int i = 0; i < BLOCK; i++)
-        amax = fabsf(x[i]) > amax ? fabsf(x[i]) : amax;
-    *d = 0.0f;
+    uint32_t most = 0; /* without their sign, floats are ordered as their bits are, NaN above infinity */
+    for (int i = 0; i < BLOCK; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, sizeof bits);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    float amax;
+    memcpy(&amax, &most, sizeof amax);
     *sum = 0;
-    if (amax < TINY) {
+    if (most >= INFINITE || amax < TINY) {
+        *d = most >= INFINITE ? __builtin_nanf("") : 0.0f;
         memset(codes, 0, BLOCK);
         return;
     }

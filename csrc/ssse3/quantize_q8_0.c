@@ -1,12 +1,20 @@
 #include "../kernels.h"
 #include "blocks.h"
 
+#include <float.h>
+
+/* Largest |x|, or NaN if there is one: maxps alone would pass it over. */
 INLINE SSSE3 float largest_magnitude(const float *x)
 {
     const __m128 magnitude = _mm_castsi128_ps(_mm_set1_epi32(0x7fffffff));
-    __m128 most = _mm_setzero_ps();
-    for (int i = 0; i < BLOCK; i += 4)
-        most = _mm_max_ps(most, _mm_and_ps(_mm_loadu_ps(x + i), magnitude));
+    __m128 most = _mm_setzero_ps(), unordered = _mm_setzero_ps();
+    for (int i = 0; i < BLOCK; i += 4) {
+        __m128 v = _mm_loadu_ps(x + i);
+        unordered = _mm_or_ps(unordered, _mm_cmpunord_ps(v, v));
+        most = _mm_max_ps(most, _mm_and_ps(v, magnitude));
+    }
+    if (_mm_movemask_ps(unordered))
+        return __builtin_nanf("");
     most = _mm_max_ps(most, _mm_movehl_ps(most, most));
     return _mm_cvtss_f32(_mm_max_ss(most, _mm_shuffle_ps(most, most, 1)));
 }
@@ -33,8 +41,8 @@ INLINE SSSE3 void quantize_block(const float *x, int8_t *codes, float *d, int32_
 {
     __m128i first = _mm_setzero_si128(), second = first;
     float amax = largest_magnitude(x);
-    *d = 0.0f;
-    if (amax >= 0x1p-110f) {
+    *d = amax <= FLT_MAX ? 0.0f : __builtin_nanf("");
+    if (amax >= 0x1p-110f && amax <= FLT_MAX) {
         __m128 id = _mm_set1_ps(127.0f / amax);
         *d = amax / 127.0f;
         first = sixteen_codes(x, id);
