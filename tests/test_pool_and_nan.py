@@ -17,7 +17,8 @@ from tools.make_checkpoint import make_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 FORKS = """
-import os, numpy as np
+import os, signal
+import numpy as np
 from fermi_engine import kernels
 k = kernels.get(threads=4)
 x = np.ones((64, 4096), np.float32)
@@ -25,10 +26,11 @@ for _ in range(5):
     k.rms_norm(x, x[0], 1e-6)
     child = os.fork()
     if child == 0:
+        signal.alarm(20)  # a child that hangs ends by itself
         for _ in range(20):
             k.rms_norm(x, x[0], 1e-6)
         os._exit(0)
-    os.waitpid(child, 0)
+    assert os.waitpid(child, 0)[1] == 0, "a child hung or crashed"
 print("done")
 """
 
