@@ -8,6 +8,7 @@ CSRC := $(shell find csrc -name '*.c' -o -name '*.h')
 BUILD := pyproject.toml fermi_engine/kernels/_build.py $(CSRC)
 DEMO_VENV := .venv-demo
 VENV := .venv
+export PYTHON
 export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 

@@ -19,6 +19,7 @@ from fermi_engine.state import HybridState
 DUMP_FORMAT = "fermi-engine-dump"
 DUMP_VERSION = "1"
 ROUTED = ("router_weights", "ffn", "output")  # tensors that a router's choice changes by more than rounding
+REMAKE = "make it again with tools/dump_reference.py"
 _DTYPES = {"F32": np.float32, "F64": np.float64, "I32": np.int32}
 
 
@@ -62,30 +63,26 @@ def _fed(engine: Engine, dump: dict[str, np.ndarray]) -> Iterator[tuple[str, np.
     for layer in decoder.layers:
         seen: dict[str, np.ndarray] = {}
         state = HybridState.fresh(engine.config, engine.options.kv_block)
-        x = np.ascontiguousarray(_tensor(dump, f"layers.{layer.index}.input"))
+        x = _input(dump, f"layers.{layer.index}.input", engine)
         layer.forward(decoder.kernels, x, state, rope, decoder.mode, seen.__setitem__)
         yield from seen.items()
         last = f"layers.{layer.index}.output"
     seen = {}
-    decoder.logits(np.ascontiguousarray(_tensor(dump, last)), seen.__setitem__)
+    decoder.logits(_input(dump, last, engine), seen.__setitem__)
     yield from seen.items()
 
 
 def _row(name: str, value: np.ndarray, free: dict[str, np.ndarray], dump: dict[str, np.ndarray]) -> Row:
-    truth = _tensor(dump, name)
+    truth = _tensor(dump, name, value.shape)
     kind = name.rsplit(".", 1)[-1]
     counted = np.ones(len(truth), bool)
     if kind in ROUTED or kind == "router_ids":
         counted = _decided(name, dump, len(truth))
-    if truth.shape != value.shape:
-        raise VerifyError(
-            f"dump tensor {name} has shape {truth.shape}, the engine's is {value.shape}: another model or layout"
-        )
     if kind == "router_ids":
         differing = [int((got != truth)[counted].any(axis=1).sum()) for got in (value, free[name])]
         return Row(name, differing[0], differing[1], 0, int((~counted).sum()))
     fed, drift = (_error(got[counted], truth[counted]) for got in (value, free[name]))
-    return Row(name, fed, drift, float(_entry(dump, f"limit.{name}")[0]), int((~counted).sum()))
+    return Row(name, fed, drift, _limit(dump, name), int((~counted).sum()))
 
 
 def _decided(name: str, dump: dict[str, np.ndarray], tokens: int) -> np.ndarray:
@@ -93,7 +90,7 @@ def _decided(name: str, dump: dict[str, np.ndarray], tokens: int) -> np.ndarray:
     layer = name.split(".")[1]
     if f"margin.{layer}" not in dump:
         return np.ones(tokens, bool)
-    return dump[f"margin.{layer}"] > 2 * _entry(dump, f"limit.layers.{layer}.router_logits")[0]
+    return _entry(dump, f"margin.{layer}", (tokens,)) > 2 * _limit(dump, f"layers.{layer}.router_logits")
 
 
 def _error(got: np.ndarray, truth: np.ndarray) -> float:
@@ -104,15 +101,28 @@ def _error(got: np.ndarray, truth: np.ndarray) -> float:
     return float(np.where(np.isfinite(difference), difference, np.inf).max())
 
 
-def _tensor(dump: dict[str, np.ndarray], name: str) -> np.ndarray:
-    return _entry(dump, f"tensor.{name}")
+def _input(dump: dict[str, np.ndarray], name: str, engine: Engine) -> np.ndarray:
+    """What a layer or the head is fed, float32 [T, H]: the kernels trust both."""
+    x = _tensor(dump, name, (len(dump["ids"]), engine.config.hidden_size))
+    if x.dtype != np.float32:
+        raise VerifyError(f"dump tensor {name} is {x.dtype}, expected float32; {REMAKE}")
+    return np.ascontiguousarray(x)
 
 
-def _entry(dump: dict[str, np.ndarray], name: str) -> np.ndarray:
+def _tensor(dump: dict[str, np.ndarray], name: str, shape: tuple[int, ...]) -> np.ndarray:
+    return _entry(dump, f"tensor.{name}", shape)
+
+
+def _limit(dump: dict[str, np.ndarray], name: str) -> float:
+    return float(_entry(dump, f"limit.{name}", (1,))[0])
+
+
+def _entry(dump: dict[str, np.ndarray], name: str, shape: tuple[int, ...]) -> np.ndarray:
     if name not in dump:
-        raise VerifyError(
-            f"the dump lacks {name}: it is of another model or was cut; make it again with tools/dump_reference.py"
-        )
+        raise VerifyError(f"the dump lacks {name}: it is of another model or was cut; {REMAKE}")
+    if dump[name].shape != shape:
+        raise VerifyError(f"the dump's {name} has shape {list(dump[name].shape)}, expected {list(shape)}: it is of another "
+                          f"model or layout; {REMAKE}")
     return dump[name]
 
 
@@ -132,8 +142,27 @@ def _read(path: Path, engine: Engine) -> dict[str, np.ndarray]:
             f"{path} holds activations={metadata.get('activations')}, the engine runs "
             f"{engine.options.activations}; pass --activations {metadata.get('activations')}"
         )
+    for name, entry in tensors.items():
+        if entry.dtype not in _DTYPES:
+            raise VerifyError(f"{path}: tensor {name} has dtype {entry.dtype}, a dump has {', '.join(_DTYPES)}; {REMAKE}")
     data = path.read_bytes()[start:]
-    return {
+    dump = {
         name: np.frombuffer(data[begin:end], _DTYPES[dtype]).reshape(shape)
         for name, (dtype, shape, begin, end) in tensors.items()
     }
+    _check_ids(path, dump.get("ids"), engine)
+    return dump
+
+
+def _check_ids(path: Path, ids: np.ndarray | None, engine: Engine) -> None:
+    """Kernels look up the rows that ids name and trust them."""
+    if ids is None or ids.dtype != np.int32 or ids.ndim != 1 or not ids.size:
+        found = "no ids" if ids is None else f"ids {ids.dtype} {list(ids.shape)}"
+        raise VerifyError(f"{path} holds {found}, expected token ids as a list of int32, one at least; {REMAKE}")
+    vocabulary = engine.config.vocab_size
+    outside = ids[(ids < 0) | (ids >= vocabulary)]
+    if outside.size:
+        raise VerifyError(f"{path}: token id {outside[0]} is outside the model's 0..{vocabulary - 1}; {REMAKE}")
+    if ids.size > engine.context:
+        raise VerifyError(f"{path} holds {ids.size} token ids, the context is {engine.context}; dump fewer of them")
+

@@ -7,20 +7,30 @@ reader of the output went away. Any other exception is a defect and shows its tr
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated
 
-import typer
+FAILED, MISTAKE, INTERRUPTED, READER_GONE = 1, 2, 130, 141
 
-import fermi_engine
-from fermi_engine import report
-from fermi_engine.errors import FermiError, RequestError
+try:  # what follows takes most of the time of a short command: Ctrl-C must not show a traceback meanwhile
+    import errno
+    import os
+    from collections.abc import Sequence
+    from pathlib import Path
+    from typing import Annotated
+
+    import typer
+
+    import fermi_engine
+    from fermi_engine import report
+    from fermi_engine.config import MOST_THREADS
+    from fermi_engine.errors import FermiError, RequestError
+except KeyboardInterrupt:
+    if sys.stderr is not None:
+        print("interrupted", file=sys.stderr)
+    sys.exit(INTERRUPTED)
 
 PROGRAM = "fermi-engine"
-FAILED, MISTAKE, INTERRUPTED, READER_GONE = 1, 2, 130, 141
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # only a write can meet these
 
 app = typer.Typer(name=PROGRAM, add_completion=False, help="Hybrid Gated-DeltaNet MoE models on old CPUs and GPUs, "
                   "every stage checked against a reference.", pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -31,6 +41,7 @@ _ClickException = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "C
 Backend = Annotated[str | None, typer.Option("--backend", metavar="B", show_default=False,
                                              help="Force a backend; default: FERMI_BACKEND, else the best.")]
 Threads = Annotated[int | None, typer.Option("--threads", "-t", metavar="N", show_default=False,
+                                             max=MOST_THREADS,
                                              help="Default: physical cores within affinity and CPU quota.")]
 Activations = Annotated[str, typer.Option(metavar="q8_0|f32", help="q8_0: integer products; f32: dequantised weights.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout in place of tables.")]
@@ -43,10 +54,8 @@ def main() -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command line, given without the program's name; returns the exit status."""
-    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
-        if hasattr(stream, "reconfigure"):  # text that the terminal's encoding lacks must not end a run
-            stream.reconfigure(errors=errors)
     try:
+        _prepare_streams()
         status = _invoke(argv)
         sys.stdout.flush()
         return status
@@ -60,6 +69,15 @@ def run(argv: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         report.note("interrupted")
         return INTERRUPTED
+
+
+def _prepare_streams() -> None:
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started the program; also keeps its descriptor from files
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - it lives as long as we do
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+        if hasattr(stream, "reconfigure"):  # text that the terminal's encoding lacks must not end a run
+            stream.reconfigure(errors=errors)
 
 
 def _invoke(argv: Sequence[str]) -> int:
@@ -85,8 +103,13 @@ def _fail(message: str) -> int:
 
 
 def _os_error(err: OSError) -> str:
-    where = f": {err.filename}" if err.filename is not None else " (while writing output)" if err.errno else ""
-    return f"{err.strerror or err}{where}"
+    """One line for what no part of the program foresaw; without a name it was one of the standard streams."""
+    problem = err.strerror or str(err)
+    if err.filename is not None:
+        return f"{problem}: {err.filename}; check the path, and that you may use it"
+    if err.errno in _FULL:
+        return f"{problem} (while writing output); make room, or send the output elsewhere"
+    return f"{problem} (on standard input or output); check where they lead"
 
 
 def _drop_output() -> None:
@@ -174,7 +197,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", show_default=False,
                                                    help="End before this text. Repeatable.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of the turn.")] = False,
-    format: Annotated[str | None, typer.Option(metavar="q4_0|q8_0|f32", show_default=False,
+    format: Annotated[str | None, typer.Option(metavar="q4_0|q8_0|f16|f32", show_default=False,
                                                help="For a checkpoint directory; default q4_0.")] = None,
     threads: Threads = None,
     backend: Backend = None,

@@ -6,19 +6,21 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fermi_engine import chat, report
-from fermi_engine.config import EngineConfig
+from fermi_engine.config import MOST_THREADS, EngineConfig
 from fermi_engine.engine import Engine
 from fermi_engine.errors import FermiError, RequestError
 from fermi_engine.generate import Finish, Piece, Stream
 from fermi_engine.sampling import SamplingParams
 from fermi_engine.timeline import Timeline
 from fermi_engine.tokenizer import json_object
+
+ID_DIGITS = 18  # more than any vocabulary needs, and few enough for an int64
 
 
 @dataclass
@@ -58,16 +60,15 @@ def run(request: Request) -> None:
     elif ids is not None:
         talk.answer(ids, writer, as_ids=True)
     else:
-        prompt = sys.stdin.read() if request.prompt == "-" else request.prompt
-        _note_finish(talk.say(prompt, writer), writer)
+        _note_finish(talk.say(_stdin() if request.prompt == "-" else request.prompt, writer), writer)
 
 
 def status_line(engine: Engine) -> str:
-    """Model type, format, resident bytes, backends and threads, in one line."""
+    """Model type, format, bytes of the mapped file, backends and threads, in one line."""
     backends = "+".join(sorted(set(engine.kernels.backends.values()), reverse=True))
-    threads = engine.kernels.threads
+    threads = min(engine.kernels.threads, MOST_THREADS)
     return (f"{engine.config.model_type}, {engine.pack.default_format}, {report.size(engine.pack.info()['bytes'])} "
-            f"resident, {backends}, {threads} thread{'s' if threads > 1 else ''}")
+            f"mapped, {backends}, {threads} thread{'s' if threads > 1 else ''}")
 
 
 def parse_ids(text: str) -> list[int]:
@@ -75,9 +76,9 @@ def parse_ids(text: str) -> list[int]:
     words = text.replace(",", " ").split()
     if not words:
         raise RequestError("--ids holds no token ids; give whole numbers such as 1,2,3")
-    wrong = next((word for word in words if not word.isdecimal()), None)
+    wrong = next((word for word in words if not word.isdecimal() or len(word) > ID_DIGITS), None)
     if wrong is not None:
-        raise RequestError(f"--ids: {wrong!r} is not a token id; give whole numbers such as 1,2,3")
+        raise RequestError(f"--ids: {report.quoted(wrong)} is not a token id; give whole numbers such as 1,2,3")
     return [int(word) for word in words]
 
 
@@ -87,9 +88,12 @@ def parse_bias(items: Sequence[str]) -> dict[int, float] | None:
     for item in items:
         token, _, value = item.partition("=")
         try:
+            if len(token) > ID_DIGITS:
+                raise ValueError
             bias[int(token)] = float(value)
         except ValueError:
-            raise RequestError(f"--logit-bias {item!r} is not of the form ID=VALUE, for example 42=-5") from None
+            raise RequestError(f"--logit-bias {report.quoted(item)} is not of the form ID=VALUE, "
+                               "for example 42=-5") from None
     return bias or None
 
 
@@ -209,11 +213,26 @@ def _chat(talk: Conversation, writer: _Writer) -> None:
                 report.note(f"error: {err}")
 
 
+@contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        yield
+    except OSError as err:
+        raise RequestError(f"cannot read standard input: {err.strerror or err}; give the text as a file or a pipe, or "
+                           "with --prompt") from None
+
+
+def _stdin() -> str:
+    with _reading():
+        return sys.stdin.read()
+
+
 def _lines(prompted: bool) -> Iterator[str]:
     """Lines of stdin without their ends; with a prompt and line editing on a terminal."""
     if not prompted:
-        for line in sys.stdin:
-            yield line.rstrip("\r\n")
+        with _reading():
+            for line in sys.stdin:
+                yield line.rstrip("\r\n")
         return
     with suppress(ImportError):
         import readline  # noqa: F401 - gives input() its line editing
@@ -261,6 +280,9 @@ def _check(request: Request) -> None:
 def _read_tools(path: Path) -> list[dict[str, Any]]:
     try:
         tools = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as err:
+        raise RequestError(f"cannot read {path}: {err.strerror}; give a JSON file with a list of tool "
+                           "descriptions") from None
     except (ValueError, RecursionError) as err:
         raise RequestError(f"{path} is not JSON ({err}); give a list of tool descriptions") from None
     if not isinstance(tools, list):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import reprlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from fermi_engine.errors import ConfigError
 
@@ -13,6 +16,10 @@ MOE_TYPES = ("qwen3_5_moe_text",)
 DENSE_TYPES = ("qwen3_5_text",)
 WRAPPER_TYPES = {"qwen3_5_moe": "qwen3_5_moe_text", "qwen3_5": "qwen3_5_text"}
 LAYER_TYPES = ("linear_attention", "full_attention")
+MOST_THREADS = 256  # the caller and the 255 workers of csrc/pool.c
+MAX_WHOLE = 2**31 - 1  # ids, positions and sizes pass through int32
+MAX_LAYERS = 4096  # far above any model: a nonsense count must not fill the memory with layer_types
+MAX_TAPS = 16  # of the causal convolution: csrc/kernels.h
 
 
 @dataclass(frozen=True)
@@ -74,66 +81,96 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> ModelConfig:
-        """Inverse of `to_dict`. Raises ConfigError for unknown or missing fields."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        if set(fields) - known:
-            raise ConfigError(
-                f"model configuration has unknown fields {sorted(set(fields) - known)}: "
-                "it comes from another version; convert the checkpoint again"
-            )
-        tupled = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-        try:
-            return cls(**tupled)
-        except TypeError as err:
-            raise ConfigError(f"model configuration is incomplete ({err}); convert the checkpoint again") from None
+        """Inverse of `to_dict`. Raises ConfigError for fields that are unknown, missing, of another kind or nonsense."""
+        with _refusing("model configuration", "convert the checkpoint again"):
+            fields = dict(fields)
+            known = {f.name for f in dataclasses.fields(cls)}
+            required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
+            if set(fields) - known:
+                raise ConfigError(
+                    f"model configuration has unknown fields {sorted(set(fields) - known)}: "
+                    "it comes from another version; convert the checkpoint again"
+                )
+            if required - set(fields):
+                raise ConfigError(
+                    f"model configuration is incomplete (it lacks {', '.join(sorted(required - set(fields)))}); "
+                    "convert the checkpoint again"
+                )
+            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
 
     @classmethod
     def from_hf(cls, raw: dict[str, Any]) -> ModelConfig:
         """Read a checkpoint's config.json, wrapped (`text_config`) or text-only.
 
-        Raises ConfigError for an unknown architecture, a missing field, or values that contradict each other.
+        Raises ConfigError for an unknown architecture, a missing field, a value of another kind, or values that
+        contradict each other.
         """
-        text, model_type = _text_config(raw)
-        need = _Fields(text, model_type)
-        layers = need.integer("num_hidden_layers")
-        head_dim = need.integer("head_dim", default=need.integer("hidden_size") // need.integer("num_attention_heads"))
-        rope = _rope(text)
-        moe = model_type in MOE_TYPES
-        return cls(
-            model_type=model_type,
-            vocab_size=need.integer("vocab_size"),
-            hidden_size=need.integer("hidden_size"),
-            num_hidden_layers=layers,
-            layer_types=_layer_types(text, layers),
-            num_attention_heads=need.integer("num_attention_heads"),
-            num_key_value_heads=need.integer("num_key_value_heads"),
-            head_dim=head_dim,
-            rotary_dim=int(head_dim * rope["partial_rotary_factor"]),
-            rope_theta=float(rope["rope_theta"]),
-            mrope_section=tuple(rope["mrope_section"]),
-            rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-            linear_num_key_heads=need.integer("linear_num_key_heads"),
-            linear_num_value_heads=need.integer("linear_num_value_heads"),
-            linear_key_head_dim=need.integer("linear_key_head_dim"),
-            linear_value_head_dim=need.integer("linear_value_head_dim"),
-            linear_conv_kernel_dim=need.integer("linear_conv_kernel_dim", default=4),
-            num_experts=need.integer("num_experts") if moe else 0,
-            num_experts_per_tok=need.integer("num_experts_per_tok") if moe else 0,
-            moe_intermediate_size=need.integer("moe_intermediate_size") if moe else 0,
-            shared_expert_intermediate_size=need.integer("shared_expert_intermediate_size") if moe else 0,
-            intermediate_size=0 if moe else need.integer("intermediate_size"),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-            max_position_embeddings=need.integer("max_position_embeddings", default=32768),
-            eos_token_ids=tuple(sorted(eos_ids(raw) | eos_ids(text))),
-        )
+        with _refusing("config.json", "fetch the file again"):
+            return cls(**_hf_fields(raw))
+
+
+def _hf_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    text, model_type = _text_config(raw)
+    need = _Fields(text, model_type)
+    _check_activation(need)
+    layers = need.integer("num_hidden_layers", most=MAX_LAYERS)
+    heads, hidden = need.integer("num_attention_heads"), need.integer("hidden_size")
+    head_dim = need.integer("head_dim", default=hidden // heads)
+    rope = _rope(need)
+    counts = ["linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+              "num_key_value_heads", "vocab_size"]
+    if model_type in MOE_TYPES:
+        counts += ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"]
+    else:
+        counts += ["intermediate_size"]
+    tied = [_Fields(fields, model_type).boolean("tie_word_embeddings", None) for fields in (raw, text)]
+    return {
+        **{name: need.integer(name) for name in counts},
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "layer_types": _layer_types(need, layers),
+        "num_attention_heads": heads,
+        "head_dim": head_dim,
+        "rotary_dim": int(head_dim * rope.number("partial_rotary_factor", default=0.25)),
+        "rope_theta": rope.number("rope_theta"),
+        "mrope_section": rope.integers("mrope_section", default=(11, 11, 10)),
+        "rms_norm_eps": need.number("rms_norm_eps", default=1e-6),
+        "linear_conv_kernel_dim": need.integer("linear_conv_kernel_dim", default=4),
+        "tie_word_embeddings": next((value for value in tied if value is not None), False),
+        "max_position_embeddings": need.integer("max_position_embeddings", default=32768),
+        "eos_token_ids": tuple(sorted(eos_ids(raw) | eos_ids(text))),
+    }
 
 
 def eos_ids(fields: dict[str, Any]) -> set[int]:
-    """End-of-turn ids named by one configuration dictionary: `eos_token_id` may be absent, one id or a list."""
+    """End-of-turn ids named by one configuration dictionary: `eos_token_id` may be absent, one id or a list.
+
+    ValueError for anything but whole numbers of at least 0.
+    """
     value = fields.get("eos_token_id")
-    if value is None:
-        return set()
-    return {int(v) for v in value} if isinstance(value, (list, tuple)) else {int(value)}
+    ids = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
+    if not all(_is_whole(v) for v in ids):
+        raise ValueError(f"eos_token_id is {reprlib.repr(value)}, expected a token id or a list of them")
+    return set(ids)
+
+
+@contextmanager
+def _refusing(what: str, remedy: str) -> Iterator[None]:
+    """Nonsense that no rule below foresaw is still the file's fault, not a defect."""
+    try:
+        yield
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError, AttributeError) as err:
+        raise ConfigError(f"{what} cannot be read ({' '.join(str(err).split())}); {remedy}") from None
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_WHOLE
+
+
+def _is_number(value: Any) -> bool:
+    """Finite: comparisons with NaN are false, and those of whole numbers of any length exact."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 class _Fields:
@@ -142,64 +179,121 @@ class _Fields:
     def __init__(self, fields: dict[str, Any], model_type: str) -> None:
         self.fields, self.model_type = fields, model_type
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, most: int = MAX_WHOLE) -> int:
+        """A whole number in 1..most."""
+        value = self._present(name, default)
+        if not _is_whole(value) or not 1 <= value <= most:
+            self._refuse(name, f"a whole number in 1..{most}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._present(name, default)
+        if not _is_number(value):
+            self._refuse(name, "a finite number")
+        return float(value)
+
+    def boolean(self, name: str, default: bool | None) -> bool | None:
+        value = self.fields.get(name, default)
+        if value is not default and not isinstance(value, bool):
+            self._refuse(name, "true or false")
+        return value
+
+    def integers(self, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+        """Whole numbers of at least 0."""
+        value = self.optional(name, list)
+        if value is not None and not all(_is_whole(v) for v in value):
+            self._refuse(name, "a list of whole numbers of at least 0")
+        return default if value is None else tuple(value)
+
+    def optional(self, name: str, kind: type) -> Any:
+        """A list or a dict; None where it is absent or null."""
+        value = self.fields.get(name)
+        if value is not None and not isinstance(value, kind):
+            self._refuse(name, {list: "a list", dict: "an object"}[kind])
+        return value
+
+    def _present(self, name: str, default: Any) -> Any:
         value = self.fields.get(name, default)
         if value is None:
             raise ConfigError(f"config.json of a {self.model_type} model lacks '{name}'; the file is incomplete")
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(f"config.json: '{name}' is {value!r}, expected a whole number")
         return value
+
+    def _refuse(self, name: str, expected: str) -> NoReturn:
+        found = reprlib.repr(self.fields[name])
+        raise ConfigError(f"config.json: '{name}' is {found}, expected {expected}; fetch the file again")
 
 
 def _text_config(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
     declared = raw.get("model_type")
-    nested = raw.get("text_config")
-    if declared in WRAPPER_TYPES and isinstance(nested, dict):
-        return nested, WRAPPER_TYPES[declared]
-    if declared in WRAPPER_TYPES:
-        return raw, WRAPPER_TYPES[declared]
+    if isinstance(declared, str) and declared in WRAPPER_TYPES:
+        expected = WRAPPER_TYPES[declared]
+        nested = _Fields(raw, declared).optional("text_config", dict)
+        inner = expected if nested is None else nested.get("model_type", expected)
+        if inner != expected:
+            raise ConfigError(f"config.json: text_config has model_type={inner!r}, that of a {declared} model is "
+                              f"{expected!r}; the file mixes two models, fetch it again")
+        return raw if nested is None else nested, expected
     if declared in MOE_TYPES + DENSE_TYPES:
         return raw, declared
     known = sorted(WRAPPER_TYPES) + sorted(MOE_TYPES + DENSE_TYPES)
     raise ConfigError(f"config.json: unknown architecture model_type={declared!r}; this engine runs {', '.join(known)}")
 
 
-def _layer_types(text: dict[str, Any], layers: int) -> tuple[str, ...]:
-    declared = text.get("layer_types")
+def _check_activation(need: _Fields) -> None:
+    found = need.fields.get("hidden_act", "silu")
+    if found != "silu":
+        raise ConfigError(f"config.json: hidden_act {found!r} is not supported; this engine runs models with 'silu'")
+
+
+def _layer_types(need: _Fields, layers: int) -> tuple[str, ...]:
+    declared = need.optional("layer_types", list)
     if declared is not None:
         return tuple(declared)
-    interval = text.get("full_attention_interval", 4)
+    interval = need.integer("full_attention_interval", default=4)
     return tuple(LAYER_TYPES[(i + 1) % interval == 0] for i in range(layers))
 
 
-def _rope(text: dict[str, Any]) -> dict[str, Any]:
+def _rope(need: _Fields) -> _Fields:
     """RoPE settings from `rope_parameters` (new files) or `rope_theta`/`rope_scaling` (older ones)."""
-    merged = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
+    merged = {name: need.fields[name] for name in ("rope_theta", "partial_rotary_factor") if name in need.fields}
+    for name in ("rope_scaling", "rope_parameters"):
+        merged |= need.optional(name, dict) or {}
     kind = merged.get("rope_type", merged.get("type", "default"))
     if kind not in ("default", "mrope"):
         raise ConfigError(f"config.json: rope_type {kind!r} is not supported; only 'default' (with mrope sections) is")
-    theta = merged.get("rope_theta", text.get("rope_theta"))
-    if theta is None:
+    if merged.get("rope_theta") is None:
         raise ConfigError("config.json lacks 'rope_theta' (also looked in rope_parameters); the file is incomplete")
-    factor = merged.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25))
-    return {
-        "rope_theta": theta,
-        "partial_rotary_factor": factor,
-        "mrope_section": merged.get("mrope_section") or [11, 11, 10],
-    }
+    return _Fields(merged, need.model_type)
+
+
+# Field annotation -> what a value must be, in code and in words.
+_KINDS = {
+    "str": (lambda v: isinstance(v, str), "text"),
+    "int": (_is_whole, f"a whole number in 0..{MAX_WHOLE}"),
+    "float": (_is_number, "a finite number"),
+    "bool": (lambda v: isinstance(v, bool), "true or false"),
+    "tuple[str, ...]": (lambda v: isinstance(v, tuple) and all(isinstance(x, str) for x in v), "a list of names"),
+    "tuple[int, ...]": (lambda v: isinstance(v, tuple) and all(map(_is_whole, v)), "whole numbers of at least 0"),
+    "tuple[int, int, int]": (lambda v: isinstance(v, tuple) and len(v) == 3 and all(map(_is_whole, v)),
+                             "three whole numbers of at least 0"),
+}
 
 
 def _check(c: ModelConfig) -> None:
-    positive = [
-        f.name
-        for f in dataclasses.fields(c)
-        if f.type == "int" and f.default is dataclasses.MISSING and getattr(c, f.name) < 1
-    ]
-    problems = [f"{name} = {getattr(c, name)} must be positive" for name in positive]
-    if not positive:
-        problems += _contradictions(c)
+    problems = _other_kinds(c) or _not_positive(c) or _contradictions(c)
     if problems:
         raise ConfigError(f"model configuration: {problems[0]}")
+
+
+def _other_kinds(c: ModelConfig) -> list[str]:
+    values = [(f.name, getattr(c, f.name), *_KINDS[f.type]) for f in dataclasses.fields(c)]
+    return [f"{name} is {reprlib.repr(value)}, expected {words}" for name, value, holds, words in values
+            if not holds(value)]
+
+
+def _not_positive(c: ModelConfig) -> list[str]:
+    required = [f.name for f in dataclasses.fields(c) if f.type == "int" and f.default is dataclasses.MISSING]
+    return [f"{name} = 0 must be positive" for name in (*required, "max_position_embeddings") if getattr(c, name) < 1]
 
 
 def _contradictions(c: ModelConfig) -> list[str]:
@@ -225,9 +319,16 @@ def _contradictions(c: ModelConfig) -> list[str]:
             0 < c.rotary_dim <= c.head_dim and c.rotary_dim % 2 == 0,
             f"rotary part of a head is {c.rotary_dim} of {c.head_dim}; it must be even, positive and no more than the head",
         ),
-        (len(c.mrope_section) == 3, f"mrope_section {c.mrope_section} needs three entries"),
-        (math.isfinite(c.rms_norm_eps) and c.rms_norm_eps > 0, f"rms_norm_eps = {c.rms_norm_eps} must be positive"),
-        (math.isfinite(c.rope_theta) and c.rope_theta > 0, f"rope_theta = {c.rope_theta} must be positive"),
+        (
+            c.linear_conv_kernel_dim <= MAX_TAPS,
+            f"linear_conv_kernel_dim = {c.linear_conv_kernel_dim} must lie in 1..{MAX_TAPS}",
+        ),
+        (c.rms_norm_eps > 0, f"rms_norm_eps = {c.rms_norm_eps} must be positive"),
+        (c.rope_theta > 0, f"rope_theta = {c.rope_theta} must be positive"),
+        (
+            (c.num_experts > 0) == (c.model_type in MOE_TYPES),
+            f"num_experts = {c.num_experts} does not fit model_type {c.model_type!r}",
+        ),
         (c.num_experts > 0 or c.intermediate_size > 0, "intermediate_size must be positive in a dense model"),
         (
             c.num_experts == 0 or 0 < c.num_experts_per_tok <= c.num_experts,
@@ -248,7 +349,7 @@ class EngineConfig:
     activations: 'q8_0' quantises the input of every quantised weight to 8 bits (the fast integer path); 'f32'
         dequantises weights and accumulates in float32 (format loss without kernel error; the oracle of GPU prefill).
     backend: 'scalar', 'ssse3', ... forces it (raises where it cannot run); None takes the best the CPU supports.
-    threads: None takes the physical cores within affinity mask and CPU quota.
+    threads: 1..256; None takes the physical cores within affinity mask and CPU quota.
     kv_block: tokens in a page of the key/value cache; results do not depend on it.
     token_block: tokens that go through a layer together in prefill; bounds memory, results do not depend on it.
     ctx_size: longest sequence a session accepts; None takes the model's max_position_embeddings.
@@ -268,3 +369,5 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} = {value!r} must be a whole number of at least 1")
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise ConfigError(f"threads = {self.threads}; at most {MOST_THREADS} run")

@@ -34,7 +34,7 @@ from fermi_engine.pack import (
 )
 from fermi_engine.pack_writer import PackPlan, PackWriter, Wanted
 from fermi_engine.rules import Assignment, Rule, assign, parse_rules
-from fermi_engine.safetensors_header import SINGLE, read_json
+from fermi_engine.safetensors_header import INDEX, SINGLE, read_json
 
 BLOCK_BYTES = 8 << 20  # of f32 source rows in memory at a time; quantised copies add at most twice as much
 GATE_UP, DOWN, CONV = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj", ".conv1d.weight"
@@ -52,17 +52,16 @@ def convert(
 ) -> Path:
     """Convert the checkpoint directory `src` into the pack file `dst`, check every byte of it, and return its path.
 
-    An interrupted conversion leaves `dst.part`, and the same call goes on from there, with the same bytes in the end.
-    `progress(done_bytes, total_bytes, name)` runs over the pack twice: written, then read back.
-    Raises PackError (`src` is a pack, `dst` exists, disk full), CheckpointError or ConfigError (`src`, `rules`),
-    FormatError naming tensor and row (NaN, infinity, values the format cannot hold).
+    An interrupted conversion leaves `dst.fermi-part`, and the same call goes on from there, with the same bytes in the
+    end. `progress(done_bytes, total_bytes, name)` runs over the pack twice: written, then read back.
+    Raises PackError (`src` is a pack, `dst` exists or is a file of `src`, disk full), CheckpointError or ConfigError
+    (`src`, `rules`), FormatError naming tensor and row (NaN, infinity, values the format cannot hold).
     """
     src, dst = Path(src), Path(dst)
     if is_pack(src) or is_pack(src / SINGLE):
         raise PackError(f"{src} is already a pack; convert the checkpoint it was made from")
-    if dst.exists() and not dst.is_dir() and not overwrite:
-        raise PackError(f"{dst} exists; remove it, choose another name or ask for it to be overwritten")
     checkpoint = Checkpoint.open(src)
+    _check_destination(checkpoint, dst, overwrite)
     wishes = parse_rules(rules) if rules is None or isinstance(rules, str) else tuple(rules)
     assignments = assign(expected_shapes(checkpoint.config), format, wishes)
     plan = plan_pack(checkpoint, assignments, format)
@@ -75,6 +74,15 @@ def convert(
         writer.finish()
     _read_back(dst, progress, total)
     return dst
+
+
+def _check_destination(checkpoint: Checkpoint, dst: Path, overwrite: bool) -> None:
+    if not dst.exists() or dst.is_dir():  # the writer has its own word about directories
+        return
+    if any(path.exists() and path.samefile(dst) for path in (*_sources(checkpoint), checkpoint.path / INDEX)):
+        raise PackError(f"{dst} is a file of the checkpoint itself; choose another name for the pack")
+    if not overwrite:
+        raise PackError(f"{dst} exists; remove it, choose another name or ask for it to be overwritten")
 
 
 def _read_back(path: Path, progress: Progress | None, total: int) -> None:
@@ -109,7 +117,7 @@ def plan_pack(checkpoint: Checkpoint, assignments: Mapping[str, Assignment], def
             layout[name] = part._asdict()
             wanted.append(Wanted(name, "U8", part.stored_shape))
     for name, path in sorted(checkpoint.files.items()):
-        wanted.append(Wanted(FILE_PREFIX + name, "U8", (path.stat().st_size,)))
+        wanted.append(Wanted(FILE_PREFIX + name, "U8", (_stat(path).st_size,)))
     return PackPlan.build(wanted, _metadata(checkpoint, default_format, layout))
 
 
@@ -137,7 +145,7 @@ def _aligned(size: int, align: int) -> int:
 def _metadata(checkpoint: Checkpoint, default_format: str, layout: dict[str, Any]) -> dict[str, str]:
     values = {
         "model_config": checkpoint.config.to_dict(),
-        "eos_ids": _eos_ids(checkpoint),
+        "eos_ids": checkpoint_eos_ids(checkpoint),
         "tensors": layout,
         "source": checkpoint.identity(),
         "unused": sorted(checkpoint.unused),
@@ -149,15 +157,18 @@ def _metadata(checkpoint: Checkpoint, default_format: str, layout: dict[str, Any
     }
 
 
-def _eos_ids(checkpoint: Checkpoint) -> list[int]:
-    """End-of-turn ids of config, nested text_config and generation_config together."""
+def checkpoint_eos_ids(checkpoint: Checkpoint) -> list[int]:
+    """End-of-turn ids of config, nested text_config and generation_config together, sorted.
+
+    Raises CheckpointError for a generation_config.json that cannot be read or names no ids.
+    """
     found = set(checkpoint.config.eos_token_ids)
     path = checkpoint.files.get("generation_config.json")
     if path:
         fields = read_json(path)
         try:
             found |= eos_ids(fields)
-        except (ValueError, TypeError):
+        except ValueError:
             raise CheckpointError(f"{path}: eos_token_id is {fields['eos_token_id']!r}, expected a token id or a list; "
                                   "fetch the file again") from None
     return sorted(found)
@@ -170,7 +181,7 @@ def _chunks(checkpoint: Checkpoint, name: str, assignments: Mapping[str, Assignm
         try:
             yield np.frombuffer(path.read_bytes(), np.uint8)
         except OSError as err:
-            raise CheckpointError(f"cannot read {path}: {err.strerror}") from None
+            raise CheckpointError(f"cannot read {path}: {err.strerror}; fetch the file again") from None
     elif name.endswith(".experts.blob"):
         yield from _blob_chunks(checkpoint, _layer(name), assignments)
     elif name.endswith(CONV) or len(checkpoint.shape(name)) == 1:
@@ -218,11 +229,23 @@ def _blob_chunks(checkpoint: Checkpoint, layer: int, assignments: Mapping[str, A
         yield np.zeros(blob.stride - position, np.uint8)
 
 
+def _sources(checkpoint: Checkpoint) -> list[Path]:
+    """Every file whose contents a pack depends on."""
+    return [checkpoint.path / "config.json", *(path for path, _, _ in checkpoint.shards.values()),
+            *checkpoint.files.values()]
+
+
 def _stamps(checkpoint: Checkpoint) -> dict[str, list[int]]:
     """Size in bytes and modification time in ns of every file a conversion reads: has the source been touched?"""
-    paths = [checkpoint.path / "config.json", *(path for path, _, _ in checkpoint.shards.values()),
-             *checkpoint.files.values()]
-    return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
+    stats = {path.name: _stat(path) for path in _sources(checkpoint)}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as err:  # a download cache links files, and a link may point nowhere
+        raise CheckpointError(f"cannot read {path}: {err.strerror}; fetch the file again") from None
 
 
 def cached_pack(
@@ -238,7 +261,7 @@ def cached_pack(
     checkpoint = Checkpoint.open(checkpoint_dir)
     key = json.dumps([checkpoint.identity(), _stamps(checkpoint), PACK_VERSION], sort_keys=True)
     digest = blake2b(key.encode(), digest_size=8).hexdigest()
-    path = _cache_directory() / f"{checkpoint.path.resolve().name}-{format}-{digest}.safetensors"
+    path = cache_directory() / f"{checkpoint.path.resolve().name}-{format}-{digest}.safetensors"
     if _opens(path):
         return path
     lock = _lock(path.with_suffix(".lock"))
@@ -248,7 +271,8 @@ def cached_pack(
         os.close(lock)
 
 
-def _cache_directory() -> Path:
+def cache_directory() -> Path:
+    """Where `cached_pack` keeps its packs; it need not exist."""
     chosen = os.environ.get("FERMI_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(chosen) if chosen else Path(base) / "fermi_engine"

@@ -45,7 +45,7 @@ def examine(root: Path = Path("/")) -> Findings:
     found = Findings()
     found.facts["CPU"] = _cpu_model(root)
     _examine_kernels(found)
-    found.facts["threads"] = _threads(root / "sys")
+    found.facts["threads"] = _threads(root)
     found.facts["NUMA nodes"] = _numa(root)
     found.facts["memory"] = _memory(root)
     found.facts["huge pages"] = _huge_pages(root)
@@ -90,13 +90,14 @@ def _cpu_model(root: Path) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), UNKNOWN)
 
 
-def _threads(sysfs: Path) -> str:
+def _threads(root: Path) -> str:
     """The default, and the three numbers it follows from."""
+    sysfs, proc = root / "sys", root / "proc"
     allowed = sorted(os.sched_getaffinity(0))
-    cores = len({threads._core_of(sysfs, cpu) for cpu in allowed})
-    quota = threads.cpu_quota(sysfs)
+    cores = len({threads.core_of(sysfs, cpu) for cpu in allowed})
+    quota = threads.cpu_quota(sysfs, proc)
     limit = "no CPU quota" if quota is None else f"a CPU quota of {quota:g}"
-    return (f"{threads.default_threads(sysfs)}: {cores} physical cores among the {len(allowed)} of {os.cpu_count()} "
+    return (f"{threads.default_threads(sysfs, proc)}: {cores} physical cores among the {len(allowed)} of {os.cpu_count()} "
             f"logical CPUs this process may use, {limit}; --threads changes it")
 
 
@@ -128,9 +129,9 @@ def _huge_pages(root: Path) -> str:
 
 
 def _cache() -> str:
-    from fermi_engine.convert import _cache_directory
+    from fermi_engine.convert import cache_directory
 
-    path = _cache_directory().absolute()
+    path = cache_directory().absolute()
     exists = next((p for p in (path, *path.parents) if p.exists()), path)
     try:
         free = size(shutil.disk_usage(exists).free)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from fermi_engine.errors import ConfigError, RequestError
 from fermi_engine.formats import FORMATS
 
 if TYPE_CHECKING:
-    from fermi_engine.generate import Piece
+    from fermi_engine.generate import Stream
     from fermi_engine.pack import Pack
     from fermi_engine.sampling import SamplingParams
     from fermi_engine.session import Session
@@ -44,7 +44,7 @@ class Engine:
     ) -> Engine:
         """Load a pack, or a checkpoint directory (converted once into a cache).
 
-        format: 'q4_0' (default), 'q8_0' or 'f32' for a directory; for a pack it must be absent or the pack's own.
+        format: 'q4_0' (default), 'q8_0', 'f16' or 'f32' for a directory; for a pack it must be absent or the pack's own.
         backend, threads: shorthands for the fields of `config`. progress(done_bytes, total_bytes, tensor): conversion.
         Raises PackError, CheckpointError, FormatError, ConfigError, BackendError.
         """
@@ -101,8 +101,8 @@ class Engine:
         session: Session | None = None,
         reasoning_open: bool = False,
         cancelled: Callable[[], bool] | None = None,
-    ) -> Iterator[Piece]:
-        """Stream the continuation of `ids`, one Piece a token; the generator returns a Finish record.
+    ) -> Stream:
+        """The continuation of `ids` as a Stream: iterate for one Piece a token; `finish` holds the Finish record then.
 
         session: continue this one (its tokens come before `ids`); else a new one. reasoning_open: the prompt ends inside
         an open <think>. Raises RequestError for prompts and settings that cannot be served, before any work.

@@ -22,6 +22,7 @@ LANES = 8  # rows interleaved in the stored layout of a quantised matrix
 _PIECE = 4  # code bytes of one row that stay together: one int32 lane
 _SCALE_BYTES = 2
 _CHUNK = 1 << 16  # elements handled at a time, so that the temporaries (about 1 MB) stay in a core's cache
+_LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = np.float32(2.0**-126)  # below it 1/d overflows and a block has no defined codes
 
 Blocks = np.ndarray  # [blocks, elements] f32, or the [blocks, bytes] u8 they become
@@ -57,11 +58,12 @@ class Format:
         """f32 [rows, n] -> plain uint8 [rows, bytes].
 
         FormatError, with `.row` and `.problem`, for NaN or infinity in the source and for values the format cannot
-        hold (a scale or value beyond float16); also for n off the block size.
+        hold (a scale or value beyond float16, a float64 beyond float32); also for n off the block size.
         """
         rows, n = x.shape
         out = np.empty((rows, self.row_bytes(n)), np.uint8)
-        source = np.ascontiguousarray(x, np.float32).reshape(-1, self.block)
+        with np.errstate(over="ignore", invalid="ignore"):
+            source = np.ascontiguousarray(x, np.float32).reshape(-1, self.block)
         target = out.reshape(-1, self.block_bytes)
         step = _CHUNK // self.block
         for start in range(0, len(source), step):
@@ -74,7 +76,8 @@ class Format:
     def _refuse(self, x: np.ndarray, row: int) -> None:
         finite = bool(np.isfinite(x[row]).all())
         peak = float(np.abs(x[row]).max())
-        problem = (f"reaches {peak:.4g}, beyond what {self.name} can hold; store this tensor as f32" if finite
+        remedy = "; store this tensor as f32" if peak <= _LARGEST else ""
+        problem = (f"reaches {peak:.4g}, beyond what {self.name} can hold{remedy}" if finite
                    else "holds NaN or infinity; the source is damaged")
         error = FormatError(f"row {row} {problem}")
         error.row, error.problem = row, problem

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fermi_engine.checkpoint import UNUSED_PARTS, Checkpoint, expected_shapes
 from fermi_engine.config import ModelConfig
-from fermi_engine.convert import DOWN, GATE_UP, _eos_ids, plan_pack
+from fermi_engine.convert import DOWN, GATE_UP, checkpoint_eos_ids, plan_pack
 from fermi_engine.formats import FORMATS
 from fermi_engine.pack import Pack
 from fermi_engine.rules import assign
@@ -58,7 +58,7 @@ def describe_checkpoint(path: str | Path, format: str = "q4_0") -> dict[str, Any
     return {
         "kind": "checkpoint", **_description(checkpoint.config, formats), "path": str(path), "hash": None,
         "files": {name: file.stat().st_size for name, file in checkpoint.files.items()},
-        "eos_ids": _eos_ids(checkpoint), "unused": checkpoint.unused, "format": format,
+        "eos_ids": checkpoint_eos_ids(checkpoint), "unused": checkpoint.unused, "format": format,
         "file_bytes": plan_pack(checkpoint, assignments, format).total_bytes,
         "source_bytes": sum(shard_bytes for _, shard_bytes, _ in checkpoint.shards.values()),
     }

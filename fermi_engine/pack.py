@@ -16,21 +16,22 @@ import os
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from fermi_engine.config import ModelConfig
 from fermi_engine.errors import ConfigError, FormatError, PackError
 from fermi_engine.formats import FORMATS, Matrix
+from fermi_engine.pack_layout import LINE, PAGE, Blob, Part, blob_name, parse_part
 from fermi_engine.safetensors_header import Entry, Header, read_header
+from fermi_engine.shapes import expected_shapes
 
 PACK_FORMAT = "fermi-engine-pack"
 PACK_VERSION = 1
-PAGE, LINE = 4096, 64
 DIGEST_BYTES = 32
 SEAL, PAD_PREFIX, FILE_PREFIX = "_seal", "_pad.", "_file."
-PART_SUFFIX = ".part"
+PART_SUFFIX = ".fermi-part"  # as pack_writer names unfinished files
 NORM_CONVENTION = "offset_from_one"  # RMSNorm multiplies by 1 + weight ...
 PLAIN_NORMS = "layers.*.linear_attn.norm.weight"  # ... except here, by the weight itself
 _KEYS = ("version", "engine_version", "model_config", "eos_ids", "norm_convention", "plain_norms", "default_format",
@@ -38,40 +39,6 @@ _KEYS = ("version", "engine_version", "model_config", "eos_ids", "norm_conventio
 _CHECK_BYTES = 8 << 20
 
 Progress = Callable[[int, int, str], None]
-
-
-class Part(NamedTuple):
-    """One matrix inside the data: `offset` in bytes from the start of its tensor, or of its expert in a blob."""
-
-    format: str
-    rows: int
-    cols: int
-    offset: int = 0
-
-    @property
-    def stored_shape(self) -> tuple[int, int]:
-        """Shape of its stored bytes, uint8. FormatError or KeyError where metadata is nonsense."""
-        return FORMATS[self.format].stored_shape(self.rows, self.cols)
-
-    def matrix(self, data: np.ndarray) -> Matrix:
-        """The matrix in flat uint8 `data`, which starts where `offset` counts from; no copy."""
-        groups, width = self.stored_shape
-        span = data[self.offset:self.offset + groups * width]
-        return Matrix(self.format, self.rows, self.cols, span.reshape(groups, width))
-
-
-class Blob(NamedTuple):
-    """Experts of one layer: `stride` bytes each."""
-
-    gate_up: Part
-    down: Part
-    stride: int
-    experts: int
-
-
-def blob_name(layer: int) -> str:
-    """Name of the tensor that holds the experts of a layer."""
-    return f"layers.{layer}.mlp.experts.blob"
 
 
 def tensor_digest() -> blake2b:
@@ -108,10 +75,12 @@ class Pack:
         self._mapping: np.ndarray | None = np.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), np.uint8)
         self._check_layout()
         self._digests, self.hash = self._check_seal(header_bytes)
+        self._check_model()
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Pack:
-        """Map a pack and prove its header, offsets, sizes and seal; the weights are not read (see `check`).
+        """Map a pack and prove its header, offsets, sizes, seal, and that it holds the tensors its configuration asks for;
+        the weights are not read (see `check`).
 
         Raises PackError, one line, for anything that is not a finished pack this version reads.
         """
@@ -297,6 +266,33 @@ class Pack:
             self._damaged("its seal does not match its header")
         return [digests[i:i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES)], last.hex()
 
+    def _check_model(self) -> None:
+        """Names and shapes are those that the pack's own configuration asks for: kernels trust them from here on."""
+        expected, found = expected_shapes(self.config), self._model_shapes()
+        for name in (*expected, *found):
+            wanted, shape = expected.get(name), found.get(name)
+            if shape != wanted:
+                has = "is absent" if shape is None else f"has shape {list(shape)}"
+                asks = "no such tensor" if wanted is None else list(wanted)
+                raise PackError(f"{self.path}: tensor {name} {has}, the pack's model configuration asks for {asks}; "
+                                "convert the checkpoint again")
+
+    def _model_shapes(self) -> dict[str, tuple[int, ...]]:
+        """All weights under the names and in the shapes a checkpoint with fused experts has them."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name in self.names:
+            part, shape = self._layout.get(name), self._entries[name].shape
+            if isinstance(part, Blob):
+                for kind, matrix in (("gate_up", part.gate_up), ("down", part.down)):
+                    shapes[f"{name.removesuffix('.blob')}.{kind}_proj"] = part.experts, matrix.rows, matrix.cols
+            elif part:
+                shapes[name] = part.rows, part.cols
+            elif name.endswith(".conv1d.weight") and len(shape) == 2:
+                shapes[name] = shape[1], 1, shape[0]
+            else:
+                shapes[name] = shape
+        return shapes
+
     def _damaged(self, what: str) -> None:
         raise PackError(f"{self.path} is damaged: {what}; convert the checkpoint again")
 
@@ -359,25 +355,13 @@ def _parse_metadata(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
     try:
         fields = {key: json.loads(metadata[key]) for key in ("model_config", "eos_ids", "tensors", "source", "unused")}
         fields["model_config"] = ModelConfig.from_dict(fields["model_config"])
-        fields["tensors"] = {name: _parse_part(value) for name, value in fields["tensors"].items()}
+        fields["tensors"] = {name: parse_part(value) for name, value in fields["tensors"].items()}
+        if not isinstance(fields["source"], dict):
+            raise ValueError("source is no object")
+        for key, kind in (("eos_ids", int), ("unused", str)):
+            if not isinstance(fields[key], list) or not all(type(value) is kind for value in fields[key]):
+                raise ValueError(f"{key} is no list of {kind.__name__}")
     except (ValueError, TypeError, AttributeError, LookupError, ConfigError, FormatError) as err:
         raise PackError(f"{path} is damaged: its metadata cannot be read ({err}); "
                         "convert the checkpoint again") from None
     return {**fields, "default_format": metadata["default_format"]}
-
-
-def _parse_part(value: dict[str, Any]) -> Part | Blob:
-    """A matrix or a blob of experts from metadata, with its arithmetic checked."""
-    if "stride" not in value:
-        part = Part(**value)
-        part.stored_shape  # noqa: B018 - raises for an unknown format or an odd row length
-        return part
-    blob = Blob(Part(**value["gate_up"]), Part(**value["down"]), value["stride"], value["experts"])
-    position = 0
-    for part in (blob.gate_up, blob.down):
-        if part.offset < position or part.offset % LINE:
-            raise ValueError(f"an expert's matrix at byte {part.offset}, expected a multiple of {LINE} from {position}")
-        position = part.offset + int(np.prod(part.stored_shape))
-    if blob.stride < position or blob.stride % PAGE:
-        raise ValueError(f"experts of {blob.stride} bytes, expected a multiple of {PAGE} of at least {position}")
-    return blob

@@ -1,8 +1,9 @@
 """Writes a pack: all sizes are known beforehand, bytes go out in file order, and only a finished file gets its name.
 
-The file grows as `PATH.part`. `PATH.part.journal` gains one JSON line per finished tensor, after its bytes are on disk;
-a later run of the same plan re-hashes what the journal claims and goes on after the last tensor that holds. The bytes
-of the result do not depend on interruptions. A lock on the part file keeps a second writer out and dies with its owner.
+The file grows as `PATH.fermi-part`. `PATH.fermi-part.journal` says first whose it is, then gains one JSON line per
+finished tensor, after its bytes are on disk; a later run of the same plan re-hashes what the journal claims and goes on
+after the last tensor that holds. The bytes of the result do not depend on interruptions. A lock on the part file keeps a
+second writer out and dies with its owner. A part file without a journal of ours is somebody else's and stays untouched.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fermi_engine.errors import FermiError, PackError
+from fermi_engine.errors import FormatError, PackError
 from fermi_engine.pack import DIGEST_BYTES, LINE, PAD_PREFIX, PAGE, PART_SUFFIX, SEAL, seal_digest, tensor_digest
 
+JOURNAL_SUFFIX = ".journal"  # after the part file's name
 SYNC_BYTES = 64 << 20  # finished bytes that may wait for one fsync: small tensors share it, a crash costs no more
 _HOPELESS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the rest would not fit either: leave nothing behind
+_JOURNAL_START = '{"plan": "'  # of every journal, so also of one that another plan left
 _ITEM_BYTES = {"U8": 1, "F32": 4}
 
 
@@ -97,18 +100,21 @@ class PackWriter:
     """Writes one plan; use as a context manager and `put` the tensors of `remaining()` in that order, then `finish`.
 
     `origin` names the state of the source (sizes, time stamps): a part file of another plan or origin is not continued.
-    Leaving with a FermiError removes the part file; leaving with any other exception keeps it for a resume.
+    Leaving with a FormatError removes the part file, for the same values would be refused again; so does a disk that is
+    full. After anything else it stays for a resume.
     """
 
     def __init__(self, path: str | os.PathLike[str], plan: PackPlan, origin: str = "") -> None:
         self.path, self.plan = Path(path), plan
         self.part = self.path.with_name(self.path.name + PART_SUFFIX)
-        self.journal = self.part.with_name(self.part.name + ".journal")
-        self._first_line = json.dumps({"plan": seal_digest(plan.header, b"").hex(), "origin": origin}) + "\n"
+        self.journal = self.part.with_name(self.part.name + JOURNAL_SUFFIX)
+        self._first_line = f'{_JOURNAL_START}{seal_digest(plan.header, b"").hex()}", "origin": {json.dumps(origin)}}}\n'
         self._digests: list[bytes] = []  # of finished slots, in order
         self._journalled = 0  # how many of them the journal has
         self._unsynced = 0  # bytes
+        self._refused = False  # by the disk, so that what was written last may not be there
         _check_target(self.path)
+        _check_leftovers(self.part, self.journal)
         _check_space(self.path, self.part, plan.total_bytes)
         self._fd = self._lock()
         try:
@@ -123,9 +129,9 @@ class PackWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._fd < 0:
             return
-        if kind and issubclass(kind, FermiError):
+        if kind and issubclass(kind, FormatError):
             self._discard()
-        else:
+        elif not self._refused:
             with contextlib.suppress(OSError):
                 self._sync()
         self._release()
@@ -248,25 +254,32 @@ class PackWriter:
             os.truncate(self.journal, keep)
             os.ftruncate(self._fd, self.done_bytes)
             return
-        self.journal.unlink(missing_ok=True)
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """In an order that leaves, wherever it is cut off, an empty part file or one with a journal of ours."""
         os.ftruncate(self._fd, 0)
-        self._write(memoryview(self.plan.header), 0)
         os.fdatasync(self._fd)
+        self.journal.unlink(missing_ok=True)
         _append_synced(self.journal, self._first_line)
+        self._write(memoryview(self.plan.header), 0)
 
     def _guard(self, step: Callable[..., None], *args: Any) -> None:
-        """Run a step that touches the disk; its OSError becomes one line with the bytes needed and free."""
+        """Run a step that touches the disk; its OSError becomes one line that says what to do."""
         try:
             step(*args)
         except OSError as err:
+            self._refused = True
+            if err.errno not in _HOPELESS:
+                raise PackError(f"cannot write {self.part}: {err.strerror}; run it again to go on from there once "
+                                "the disk takes writes, or choose another place") from None
             needed, free = self.plan.total_bytes - self.done_bytes, _free_bytes(self.path)
-            if err.errno in _HOPELESS:
-                self._discard()
+            self._discard()
             raise PackError(f"cannot write {self.part}: {err.strerror}; {needed} more bytes are needed, {free} are "
                             "free; make room or choose another place, then run it again") from None
 
     def _discard(self) -> None:
-        for path in (self.journal, self.part):
+        for path in (self.part, self.journal):  # in this order, or what is left for a moment would look like another's
             with contextlib.suppress(OSError):
                 path.unlink()
         self._digests, self._journalled, self._unsynced = [], 0, 0
@@ -282,6 +295,16 @@ def _check_target(path: Path) -> None:
         raise PackError(f"{path} is a directory; give the name of the pack file to write")
     if not path.parent.is_dir():
         raise PackError(f"{path.parent} is not a directory; create it before writing {path.name} there")
+
+
+def _check_leftovers(part: Path, journal: Path) -> None:
+    """Refuse to touch what no writer left: a part file with content but no journal, or a journal that is none."""
+    lines = _read_lines(journal)
+    if lines and not lines[0].startswith(_JOURNAL_START):
+        raise PackError(f"{journal} is in the way and no journal of a conversion; move it or choose another name")
+    if not lines and part.is_file() and part.stat().st_size:
+        raise PackError(f"{part} is in the way: no journal beside it says that a conversion left it; "
+                        "move it or choose another name")
 
 
 def _check_space(path: Path, part: Path, total_bytes: int) -> None:
@@ -307,6 +330,8 @@ def _read_lines(journal: Path) -> list[str]:
         return journal.read_text(encoding="ascii", errors="replace").splitlines(keepends=True)
     except FileNotFoundError:
         return []
+    except OSError as err:
+        raise PackError(f"cannot read {journal}: {err.strerror}; choose another name") from None
 
 
 def _append_synced(journal: Path, text: str) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PLAIN_WIDTH = 160  # columns of a table in a file or pipe, where no terminal says how many there are
+QUOTED_LENGTH = 40  # characters
 PLAIN_INTERVAL_S = 5.0  # between progress lines that go to a file or pipe
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -21,8 +22,14 @@ Progress = Callable[[int, int, str], None]
 
 
 def note(text: str) -> None:
-    """One line to stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """One line to stderr; nowhere when that is closed, for print would take stdout then."""
+    if sys.stderr is not None:
+        print(text, file=sys.stderr, flush=True)
+
+
+def quoted(text: str) -> str:
+    """A word of the user's in quotes, cut where it is longer than a message should be."""
+    return repr(text if len(text) <= QUOTED_LENGTH else text[:QUOTED_LENGTH] + "...")
 
 
 def size(count: float) -> str:
@@ -105,7 +112,7 @@ def progress(label: str, unit: str = "bytes") -> Iterator[Progress]:
 
     unit: 'bytes' or 'tokens'. A job that never reports prints nothing.
     """
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield plain_progress(label, unit, note)
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

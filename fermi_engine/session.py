@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -106,11 +107,7 @@ class Session:
         self._state = snapshot.state.copy()
 
     def _checked(self, ids: Sequence[int]) -> np.ndarray:
-        array = np.asarray(ids)
-        if array.ndim != 1 or array.size == 0:
-            raise RequestError("no tokens: a prompt needs at least one token id")
-        if not np.issubdtype(array.dtype, np.integer):
-            raise RequestError(f"token ids must be whole numbers, got {array.dtype}")
+        array = _whole_numbers(ids, self.vocab_size)
         outside = array[(array < 0) | (array >= self.vocab_size)]
         if outside.size:
             raise RequestError(f"token id {int(outside[0])} is outside the vocabulary of {self.vocab_size}")
@@ -136,3 +133,28 @@ class Session:
             self._state = None
             raise
         assert self._state is state
+
+
+def _whole_numbers(ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """`ids` as a flat array of integers, at least one. Raises RequestError, also for ids that no int64 holds."""
+    try:
+        array = np.asarray(ids)
+    except ValueError:
+        raise RequestError("token ids must be one flat list, got lists of different lengths") from None
+    if isinstance(ids, (str, bytes)):
+        raise RequestError("token ids must be one flat list, got text: engine.tokenizer.encode makes ids of it")
+    if array.ndim != 1:
+        found = f"shape {list(array.shape)}" if array.ndim else type(ids).__name__
+        raise RequestError(f"token ids must be one flat list, got {found}")
+    if array.size == 0:
+        raise RequestError("no tokens: a prompt needs at least one token id")
+    if np.issubdtype(array.dtype, np.integer):
+        return array
+    wrong = [item for item in ids if not isinstance(item, Integral) or isinstance(item, bool)]
+    if wrong:
+        raise RequestError(f"token ids must be whole numbers, got {type(wrong[0]).__name__}")
+    huge = [int(item) for item in ids if not 0 <= item < vocab_size]
+    if huge:
+        name = str(huge[0]) if huge[0].bit_length() <= 128 else f"of {huge[0].bit_length()} bits"
+        raise RequestError(f"token id {name} is outside the vocabulary of {vocab_size}")
+    return np.asarray([int(item) for item in ids])

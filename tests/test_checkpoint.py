@@ -14,10 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fermi_engine.checkpoint import Checkpoint, TensorInfo, expected_shapes
+from fermi_engine.checkpoint import Checkpoint, TensorInfo
 from fermi_engine.config import ModelConfig
+from fermi_engine.convert import convert
 from fermi_engine.errors import CheckpointError, ConfigError, PackError
 from fermi_engine.safetensors_header import Header, read_header
+from fermi_engine.shapes import expected_shapes
 from tools.make_checkpoint import make_checkpoint
 
 SMALL = {"layers": 4, "hidden": 32, "experts": 3, "experts_per_tok": 2, "heads": 2, "kv_heads": 1, "value_heads": 4}
@@ -301,6 +303,21 @@ def test_unknown_architecture(single: Path) -> None:
     edit_json(single / "config.json", model_type="llama")
     with pytest.raises(ConfigError, match="llama"):
         Checkpoint.open(single)
+
+
+def test_nonsense_in_the_configuration(single: Path) -> None:
+    edit_json(single / "config.json", tie_word_embeddings="no")
+    with pytest.raises(ConfigError, match="'tie_word_embeddings' is 'no', expected true or false"):
+        Checkpoint.open(single)
+
+
+@pytest.mark.parametrize("ids", ["1e999", "[Infinity]", "[1, -5]", "true", "1.5", "{}", '["x"]'])
+def test_nonsense_in_the_generation_configuration(single: Path, tmp_path: Path, ids: str) -> None:
+    path = single / "generation_config.json"
+    path.write_text(f'{{"eos_token_id": {ids}}}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is .*, expected a token id or a list"):
+        convert(single, tmp_path / "p")
+    assert not (tmp_path / "p").exists()
 
 
 def test_no_weights(single: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from typer.testing import CliRunner
 from fermi_engine import against, chat, cli, cli_files, report, verify
 from fermi_engine.convert import convert
 from fermi_engine.engine import Engine
+from fermi_engine.formats import FORMATS
 from fermi_engine.info import describe_checkpoint, describe_pack, left_out
 from fermi_engine.kernels import dispatch
 from fermi_engine.pack import Pack, blob_name
@@ -100,6 +103,11 @@ def test_help_names_every_flag_of_generate() -> None:
     assert [flag for flag in flags.split() if not re.search(rf"(?<![\w-]){flag}(?![\w-])", text)] == []
 
 
+def test_generate_offers_every_format() -> None:
+    text = CliRunner().invoke(cli.app, ["generate", "--help"]).output
+    assert "|".join(FORMATS) in text
+
+
 def test_version(capsys: pytest.CaptureFixture) -> None:
     assert run(capsys, "--version") == (0, "fermi-engine 0.1.0\n", "")
 
@@ -112,6 +120,7 @@ MISTAKES = {  # name -> command line, and what its error line must name; {files}
     "no such option": ("info {pack} --colour", ("--colour", "fermi-engine info --help")),
     "missing argument": ("info", ("MODEL", "fermi-engine info --help")),
     "not a number": (f"{GENERATE} --prompt a --threads two", ("--threads",)),
+    "more threads than the pool runs": (f"{GENERATE} --prompt a --threads 257", ("--threads", "256")),
     "threads 0": (f"{GENERATE} --prompt a --threads 0", ("threads = 0",)),
     "unknown backend": (f"{GENERATE} --prompt a --backend mmx", ("'mmx'", "scalar")),
     "unknown activations": (f"{GENERATE} --prompt a --activations q3", ("'q3'",)),
@@ -121,6 +130,8 @@ MISTAKES = {  # name -> command line, and what its error line must name; {files}
     "check of a directory": ("info {models}/checkpoint --check", ("--check",)),
     "missing DST": ("convert {models}/checkpoint", ("DST",)),
     "DST exists": ("convert {models}/checkpoint {pack}", ("checkpoint.pack exists",)),
+    "DST a file of SRC": ("convert {models}/checkpoint {models}/checkpoint/model.safetensors --overwrite",
+                          ("checkpoint/model.safetensors is a file of the checkpoint itself", "another name")),
     "DST in no directory": ("convert {models}/checkpoint {files}/none/x", ("files/none",)),
     "a pack again": ("convert {pack} {files}/x", ("already a pack",)),
     "unknown format": ("convert {models}/checkpoint {files}/x --format q9_9", ("q9_9", "q4_0")),
@@ -129,17 +140,19 @@ MISTAKES = {  # name -> command line, and what its error line must name; {files}
     "no prompt": (GENERATE, ("--prompt, --chat and --ids", "none")),
     "two prompts": (f"{GENERATE} --prompt a --ids 1", ("--prompt and --ids",)),
     "words for ids": (f"{GENERATE} --ids 1,two", ("'two'",)),
+    "an id of 5000 digits": (f"{GENERATE} --ids 1,{'9' * 5000}", ("'9999", "...' is not a token id")),
     "no ids": (f"{GENERATE} --ids ,", ("--ids",)),
     "id outside the vocabulary": (f"{GENERATE} --ids 1,338", ("338",)),
     "system without template": (f"{GENERATE} --ids 1 --system s", ("--system", "--ids")),
     "think without template": (f"{GENERATE} --prompt a --raw --no-think", ("--think", "--raw")),
     "raw chat": (f"{GENERATE} --chat --raw", ("--chat", "--raw")),
     "bad bias": (f"{GENERATE} --prompt a --logit-bias five", ("'five'", "ID=VALUE")),
+    "bias of 4000 digits": (f"{GENERATE} --prompt a --logit-bias {'9' * 4000}=1", ("'9999", "...' is not of the form")),
     "bias outside the vocabulary": (f"{GENERATE} --prompt a --logit-bias 338=1", ("338",)),
     "NaN temperature": (f"{GENERATE} --prompt a --temp nan", ("temperature = nan",)),
     "context too small": (f"{GENERATE} --prompt a --ctx-size 4", ("context of 4",)),
-    "missing tools": (f"{GENERATE} --prompt a --tools {{files}}/none.json", ("files/none.json",)),
-    "tools a directory": (f"{GENERATE} --prompt a --tools {{files}}", ("/files",)),
+    "missing tools": (f"{GENERATE} --prompt a --tools {{files}}/none.json", ("files/none.json", "JSON file with a list")),
+    "tools a directory": (f"{GENERATE} --prompt a --tools {{files}}", ("/files", "JSON file with a list")),
     "tools not text": (f"{GENERATE} --prompt a --tools {{files}}/garbage", ("garbage",)),
     "tools not a list": (f"{GENERATE} --prompt a --tools {{files}}/object", ("object", "list")),
     "text without tokenizer": ("generate --model {models}/no-tokenizer.pack --prompt a", ("tokenizer.json", "--ids")),
@@ -171,7 +184,8 @@ def test_a_mistake_is_one_line_and_status_2(name: str, models: Path, pack: Path,
     assert status == 2
     assert lines[-1].startswith("error: ")
     # generate says what it has loaded before it looks at ids and text
-    assert [text for text in lines[:-1] if " resident, " not in text] == []
+    assert [text for text in lines[:-1] if " mapped, " not in text] == []
+    assert len(lines[-1]) < 1000  # whatever the user typed
     assert [part for part in parts if part not in lines[-1]] == []
     assert out == ""
     assert sorted(files.iterdir()) == before
@@ -215,7 +229,7 @@ def test_a_reader_that_leaves_is_no_error(pack: Path) -> None:
             done = subprocess.run([sys.executable, "-m", "fermi_engine.cli", *map(str, args)], cwd=ROOT, check=False,
                                   stdout=gone, stderr=subprocess.PIPE, text=True, timeout=120)
         assert done.returncode == 141
-        assert [line for line in done.stderr.splitlines() if " resident, " not in line] == []
+        assert [line for line in done.stderr.splitlines() if " mapped, " not in line] == []
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -225,9 +239,96 @@ def test_a_full_disk_is_one_line(pack: Path) -> None:
             done = subprocess.run([sys.executable, "-m", "fermi_engine.cli", *map(str, args)], cwd=ROOT, check=False,
                                   stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
         assert done.returncode == 2
-        assert done.stderr.splitlines()[-1] == "error: No space left on device (while writing output)"
+        assert done.stderr.splitlines()[-1] == (
+            "error: No space left on device (while writing output); make room, or send the output elsewhere")
         assert "Traceback" not in done.stderr
         assert "Exception ignored" not in done.stderr
+
+
+class BrokenInput(io.StringIO):
+    """A stdin on a disk that fails."""
+
+    def read(self, *_: int) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    __next__ = read
+
+
+@pytest.mark.parametrize("mode", [["--prompt", "-"], ["--chat"]])
+def test_input_that_cannot_be_read_is_one_line_about_input(pack: Path, monkeypatch: pytest.MonkeyPatch,
+                                                           capsys: pytest.CaptureFixture, mode: list[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", BrokenInput())
+    status, out, err = run(capsys, "generate", "-m", pack, *mode)
+    assert (status, out) == (2, "")
+    assert err.splitlines()[1:] == ["error: cannot read standard input: Input/output error; give the text as a file or a "
+                                    "pipe, or with --prompt"]
+
+
+@pytest.mark.parametrize(("error", "line"), [
+    (OSError(errno.EIO, "Input/output error"), "Input/output error (on standard input or output); check where they lead"),
+    (OSError(errno.EACCES, "Permission denied", "/x"), "Permission denied: /x; check the path, and that you may use it")])
+def test_an_unforeseen_system_error_is_one_line_with_a_remedy(monkeypatch: pytest.MonkeyPatch, error: OSError, line: str,
+                                                              capsys: pytest.CaptureFixture) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli_files, "info", fail)
+    assert_one_line_error(*run(capsys, "info", "x"), f"error: {line}\n")
+
+
+def test_a_link_to_nowhere_in_a_checkpoint_is_one_line(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setenv("FERMI_CACHE", str(tmp_path / "cache"))
+    source = Path(shutil.copytree(models / "checkpoint", tmp_path / "c"))
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.json").symlink_to(tmp_path / "nowhere")
+    for line in (["convert", source, tmp_path / "p"], ["info", source], ["generate", "-m", source, "--ids", "1"]):
+        assert_one_line_error(*run(capsys, *line), "c/tokenizer.json", "; ")
+
+
+def closed(redirection: str, *args: str | Path) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of the program with a stream closed by the shell."""
+    words = [sys.executable, "-m", "fermi_engine.cli", *map(str, args)]
+    done = subprocess.run(["sh", "-c", f'exec "$@" {redirection}', "sh", *words], cwd=ROOT, capture_output=True, text=True,
+                          stdin=subprocess.DEVNULL, timeout=120, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_closed_streams_are_no_defect(pack: Path) -> None:
+    line = ["generate", "-m", pack, "--ids", "1,2", "-n", "4", *GREEDY, "--ignore-eos"]
+    status, out, err = closed("", *line)
+    assert (status, out.count(","), err.count("\n")) == (0, 3, 1)
+    assert closed("<&-", *line) == (0, out, err)
+    assert closed(">&-", *line) == (0, "", err)
+    assert closed("2>&-", *line) == (0, out, "")
+    assert closed("<&- >&- 2>&-", *line) == (0, "", "")
+    assert closed("<&-", "generate", "-m", pack, "--chat")[:2] == (0, "")
+    assert closed("2>&-", "info", "/nonexistent") == (2, "", "")
+    assert closed(">&-", "--help") == (0, "", "")
+
+
+def test_a_note_does_not_move_to_stdout(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    report.note("loaded")
+    with report.progress("working") as step:
+        step(1, 2, "x")
+    monkeypatch.undo()
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("module", ["typer", "fermi_engine.report", "fermi_engine.cli_files"])
+def test_interrupt_while_modules_load_is_one_line(module: str) -> None:
+    """The start is half of a short command's time."""
+    script = ("import sys\n"
+              "class Interrupt:\n"
+              "    def find_spec(self, name, *_):\n"
+              f"        if name == {module!r}: raise KeyboardInterrupt\n"
+              "sys.meta_path.insert(0, Interrupt())\n"
+              "sys.argv = ['fermi-engine', 'info', '/nonexistent']\n"
+              "from fermi_engine.cli import main\n"
+              "main()\n")
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 def test_interrupt_ends_with_one_line_and_status_130(pack: Path) -> None:
@@ -382,7 +483,7 @@ def test_a_prompt_becomes_a_user_turn(pack: Path, capsys: pytest.CaptureFixture)
     status, out, err = run(capsys, "generate", "-m", pack, "-p", "hi", "--system", "be", "--no-think", "--seed", "5",
                            "--max-tokens", "12")
     assert (status, out) == (0, text + "\n")
-    assert re.fullmatch(r"qwen3_5_moe_text, q4_0, \d+ kB resident, [a-z0-9+]+, \d+ threads?\n", err)
+    assert re.fullmatch(r"qwen3_5_moe_text, q4_0, \d+ kB mapped, [a-z0-9+]+, \d+ threads?\n", err)
 
 
 def test_sampling_follows_the_model_and_flags_override_it(pack: Path, capsys: pytest.CaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ import pytest
 
 from fermi_engine import convert as convert_module
 from fermi_engine.checkpoint import Checkpoint, expected_shapes
-from fermi_engine.convert import cached_pack, convert
+from fermi_engine.convert import cache_directory, cached_pack, convert
 from fermi_engine.errors import CheckpointError, ConfigError, FermiError, FormatError, PackError
 from fermi_engine.formats import FORMATS
 from fermi_engine.pack import Pack
@@ -299,6 +300,30 @@ def test_destinations(source: Path, tmp_path: Path) -> None:
         f"{tmp_path}/no is not a directory; create it before writing p there")
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+def test_no_file_of_the_checkpoint_is_overwritten(tmp_path: Path, shards: int) -> None:
+    src = make_checkpoint(tmp_path / "c", 0, layers=1, shards=shards)
+    before = {path: path.read_bytes() for path in src.iterdir()}
+    assert len(before) >= 6
+    os.symlink(src / "config.json", tmp_path / "link")  # as in a download cache, whose directories hold links
+    os.link(src / "tokenizer.json", tmp_path / "second-name")
+    for path in (*before, tmp_path / "link", tmp_path / "second-name", src / ".." / "c" / "config.json"):
+        for overwrite in (False, True):
+            assert refusal(PackError, lambda path=path, over=overwrite: convert(src, path, overwrite=over)) == (
+                f"{path} is a file of the checkpoint itself; choose another name for the pack")
+    assert {path: path.read_bytes() for path in src.iterdir()} == before
+    convert(src, src / "model.pack")  # a new name beside them is nobody's
+
+
+def test_a_link_to_nowhere(own_source: Path, tmp_path: Path, cache: Path) -> None:
+    path = own_source / "tokenizer.json"
+    path.unlink()
+    path.symlink_to(tmp_path / "nowhere")
+    for action in (lambda: convert(own_source, tmp_path / "p"), lambda: cached_pack(own_source)):
+        assert refusal(CheckpointError, action) == (
+            f"cannot read {path}: No such file or directory; fetch the file again")
+
+
 def test_sources(tmp_path: Path) -> None:
     assert refusal(CheckpointError, lambda: convert(tmp_path / "absent", tmp_path / "p")).startswith(
         f"{tmp_path}/absent does not exist")
@@ -405,7 +430,28 @@ def test_interrupted_by_an_exception_and_resumed(source: Path, tmp_path: Path) -
 
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "cut", progress=stop)
-    assert (tmp_path / "cut.part").exists()
+    assert (tmp_path / "cut.fermi-part").exists()
+    resumed: list[str] = []
+    convert(source, tmp_path / "cut", progress=lambda done, total, name: resumed.append(name))
+    assert resumed[0] not in seen
+    assert (tmp_path / "cut").read_bytes() == whole.read_bytes()
+
+
+def test_a_source_on_a_failing_disk_costs_no_work(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = convert(source, tmp_path / "whole")
+    seen: list[str] = []
+    with monkeypatch.context() as patch:
+        def fail_then(done: int, total: int, name: str) -> None:
+            seen.append(name)
+            if len(seen) == 30:
+                patch.setattr(os, "preadv", fail)
+
+        def fail(*_: object) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        assert refusal(CheckpointError, lambda: convert(source, tmp_path / "cut", progress=fail_then)).startswith(
+            "cannot read tensor ")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["cut.fermi-part", "cut.fermi-part.journal", "whole"]
     resumed: list[str] = []
     convert(source, tmp_path / "cut", progress=lambda done, total, name: resumed.append(name))
     assert resumed[0] not in seen
@@ -488,7 +534,7 @@ def test_cache_directory(
     for name, value in settings.items():
         monkeypatch.setenv(name, str(tmp_path / value) if value else "")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cached_pack(source, "q4_0").parent == tmp_path / expected
+    assert cached_pack(source, "q4_0").parent == cache_directory() == tmp_path / expected
 
 
 def test_cache_that_cannot_be_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -559,7 +605,7 @@ def test_two_gigabytes_in_bounded_memory_with_a_kill_on_the_way(tmp_path: Path) 
     time.sleep(1)
     run.kill()
     run.communicate()
-    assert (tmp_path / "cut.part").stat().st_size > 100 * MB  # in the middle of the experts' 600 MB
+    assert (tmp_path / "cut.fermi-part").stat().st_size > 100 * MB  # in the middle of the experts' 600 MB
     resumed: list[str] = []
     convert(src, tmp_path / "cut", progress=lambda done, total, name: resumed.append(name))
     assert resumed[0] == "layers.0.mlp.experts.blob"

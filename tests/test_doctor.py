@@ -66,6 +66,16 @@ def test_without_a_quota_every_core_counts(machine: Path) -> None:
         "6: 6 physical cores among the 10 of 12 logical CPUs this process may use, no CPU quota")
 
 
+def test_the_quota_of_the_own_control_group_counts(machine: Path) -> None:
+    for name, text in {"proc/self/cgroup": "0::/service/job\n", "sys/fs/cgroup/cpu.max": "max 100000\n",
+                       "sys/fs/cgroup/service/cpu.max": "250000 100000\n"}.items():
+        (machine / name).parent.mkdir(parents=True, exist_ok=True)
+        (machine / name).write_text(text)
+    facts = doctor.examine(machine).facts
+    assert facts["threads"].startswith("2: 6 physical cores ")
+    assert "a CPU quota of 2.5" in facts["threads"]
+
+
 def test_no_proc_and_no_sys_is_no_error(tmp_path: Path) -> None:
     found = doctor.examine(tmp_path / "empty")
     assert [found.facts[name] for name in ("CPU", "NUMA nodes", "memory")] == [doctor.UNKNOWN] * 3
@@ -128,6 +138,34 @@ def test_kernels_that_are_not_built_are_a_problem(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "fermi_engine.kernels._cpu", None)
     assert cli.run(["doctor"]) == 1
     assert capsys.readouterr().err.startswith("problem: the CPU kernels are not built")
+
+
+LACKS = {  # what the interpreter fails at, and the Debian package that brings it
+    "ensurepip": "python3-venv", "Python.h": "python3-dev"}
+
+
+@pytest.mark.parametrize("lacks", [*LACKS, "nothing"])
+def test_system_packages_names_what_the_interpreter_lacks(tmp_path: Path, lacks: str) -> None:
+    scripts = {"id": "echo 1000", "python": f'case "$2" in *{lacks}*) exit 1;; esac', "gcc": "", "make": ""}
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(["sh", ROOT / "tools/system_packages.sh", "compiler"], capture_output=True, text=True,
+                          check=False, env={"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": str(tmp_path / "python")})
+    if lacks == "nothing":
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    else:
+        expected = f"system packages are missing: {LACKS[lacks]} (on Debian: sudo apt-get install {LACKS[lacks]})\n"
+        assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)
+
+
+def test_system_packages_accepts_this_interpreter(tmp_path: Path) -> None:
+    """It runs these tests from an environment, with kernels that were built for it."""
+    (tmp_path / "id").write_text("#!/bin/sh\necho 1000\n")
+    (tmp_path / "id").chmod(0o755)
+    done = subprocess.run(["sh", ROOT / "tools/system_packages.sh", "compiler"], capture_output=True, text=True,
+                          check=False, env={"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": sys.executable})
+    assert "python3" not in done.stderr
 
 
 def test_missing_packages_come_with_their_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

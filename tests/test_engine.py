@@ -8,6 +8,7 @@ import pytest
 from fermi_engine import Engine, EngineConfig, FermiError, SamplingParams
 from fermi_engine.convert import convert
 from fermi_engine.errors import BackendError, ConfigError, RequestError
+from fermi_engine.generate import Stream
 from tools.make_checkpoint import make_checkpoint
 
 
@@ -60,7 +61,8 @@ def test_an_unknown_backend_in_the_environment_raises(pack, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{"activations": "int8"}, {"threads": 0}, {"kv_block": -1}, {"token_block": 1.5}, {"ctx_size": 0}]
+    "options",
+    [{"activations": "int8"}, {"threads": 0}, {"threads": 257}, {"kv_block": -1}, {"token_block": 1.5}, {"ctx_size": 0}],
 )
 def test_settings_out_of_range(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
@@ -71,8 +73,18 @@ def test_settings_out_of_range(options):
     ("ids", "found"),
     [
         ([], "no tokens"),
-        ([[1, 2]], "no tokens"),
-        ([1.5], "whole numbers"),
+        (np.zeros(0, np.int32), "no tokens"),
+        ([[1, 2]], r"one flat list, got shape \[1, 2\]"),
+        ([[1], [2, 3]], "one flat list, got lists of different lengths"),
+        ("12", r"one flat list, got text: engine\.tokenizer\.encode"),
+        (7, "one flat list, got int"),
+        ([1.5], "whole numbers, got float"),
+        (["1"], "whole numbers, got str"),
+        ([1, None], "whole numbers, got NoneType"),
+        ([True], "whole numbers, got bool"),
+        ([2**70], f"token id {2**70} is outside the vocabulary of 338"),
+        ([2**63, -1], f"token id {2**63} is outside the vocabulary of 338"),
+        ([10**5000], "token id of 16610 bits is outside the vocabulary of 338"),
         ([-1], "token id -1 is outside the vocabulary of 338"),
         ([3, 338], "token id 338 is outside the vocabulary of 338"),
     ],
@@ -84,6 +96,21 @@ def test_prompts_that_cannot_be_served(engine, ids, found):
             call(ids)
     assert session.position == 0
     session.prefill([1])  # a refusal leaves the session usable
+
+
+def test_ids_may_come_as_objects(engine):
+    expected = engine.session().prefill([1, 2, 3])
+    for ids in (np.array([1, 2, 3], object), (1, 2, 3), range(1, 4), np.array([1, 2, 3], np.uint8)):
+        assert np.array_equal(engine.session().prefill(ids), expected)
+
+
+def test_a_generation_is_a_stream_with_a_finish(engine):
+    assert Engine.generate.__annotations__["return"] == "Stream"
+    stream = engine.generate([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert isinstance(stream, Stream)
+    assert stream.finish is None
+    assert len([piece for piece in stream if piece.id is not None]) == 2
+    assert (stream.finish.reason, stream.finish.completion_tokens) == ("length", 2)
 
 
 def test_the_context_is_a_limit_with_both_numbers(pack):

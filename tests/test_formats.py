@@ -202,6 +202,15 @@ def test_values_beyond_float16_are_refused_with_their_row(name: str, fits: float
         f"row 1 reaches {overflows:.4g}, beyond what {name} can hold; store this tensor as f32")
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_beyond_float32_are_refused_without_a_warning_or_a_false_remedy(name: str) -> None:
+    x = draw("random", 3, 64, 6).astype(np.float64)
+    FORMATS[name].quantize(x)
+    x[1, 40] = -1e300
+    assert str(refusal(name, x)) == f"row 1 reaches 1e+300, beyond what {name} can hold"
+
+
 @pytest.mark.parametrize("name", QUANTISED)
 def test_row_length_off_the_block_is_refused(name: str) -> None:
     error = refusal(name, np.zeros((2, 40), np.float32))

@@ -23,7 +23,7 @@ STDLIB = set(sys.stdlib_module_names)
 TIERS = (
     ("errors", "compare", "report"),
     ("config", "formats", "safetensors_header", "tokenizer"),
-    ("shapes", "array_weights", "chat", "kernels", "rules", "state"),
+    ("shapes", "pack_layout", "array_weights", "chat", "kernels", "rules", "state"),
     ("model", "checkpoint", "pack", "sampling", "timeline"),
     ("pack_writer", "generate", "session"),
     ("convert",),
@@ -35,7 +35,7 @@ TIERS = (
 )
 # What the parts at the bottom may import at most.
 MAY_IMPORT = {
-    "fermi_engine/kernels": {"kernels", "errors", "formats"},
+    "fermi_engine/kernels": {"kernels", "errors", "formats", "config"},
     "fermi_engine/model": {"model", "kernels", "config", "formats", "state"},
     "fermi_engine/formats.py": {"errors"},
     "fermi_engine/config.py": {"errors"},

@@ -12,10 +12,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 
 from fermi_engine import Engine, EngineConfig, FermiError
 from fermi_engine.against import against, first_failure
 from fermi_engine.convert import convert
+from fermi_engine.errors import VerifyError
 from fermi_engine.pack import Pack
 from tests import hf
 from tools import dump_reference, oracle
@@ -110,6 +112,70 @@ def test_a_dump_of_another_model_is_refused(packs, tmp_path):
     dump.write_bytes(dump.read_bytes()[:-5])
     with pytest.raises(FermiError, match=r"dump\.safetensors"):
         against(Engine.load(packs["dense", "q4_0"]), dump)
+
+
+@pytest.fixture(scope="module")
+def sound(packs):
+    """A loaded engine and the tensors of a sound dump of five tokens."""
+    engine = Engine.load(packs["moe", "q4_0"], config=EngineConfig(ctx_size=12))
+    with hf.threads(1), torch.no_grad():
+        return engine, dump_reference.dump(engine.pack, ids_for(engine.pack, 5), "q8_0")
+
+
+def refusal(engine, path, tensors):
+    """The one line that refuses a dump of these tensors; None for one leaves it out."""
+    kept = {name: torch.as_tensor(value).contiguous() for name, value in tensors.items() if value is not None}
+    path.write_bytes(save(kept, metadata=dump_reference.metadata(engine.pack, "q8_0")))
+    with pytest.raises(VerifyError) as caught:
+        against(engine, path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("ids", "text"), [
+    (np.array([10**9], np.int32), "token id 1000000000 is outside the model's 0..337; make it again with"),
+    (np.array([1, -1], np.int32), "token id -1 is outside the model's 0..337; make it again with"),
+    (np.array([337, 338], np.int32), "token id 338 is outside"),
+    (np.array([], np.int32), "holds ids int32 [0], expected token ids as a list of int32, one at least"),
+    (np.array([[1, 2]], np.int32), "holds ids int32 [1, 2], expected"),
+    (np.array(1, np.int32), "holds ids int32 [], expected"),
+    (np.array([1.0], np.float32), "holds ids float32 [1], expected"),
+    (None, "holds no ids, expected"),
+    (np.zeros(13, np.int32), "holds 13 token ids, the context is 12; dump fewer of them"),
+    (np.array([1], np.int64), "tensor ids has dtype I64, a dump has F32, F64, I32; make it again with"),
+])
+def test_ids_of_a_dump_that_cannot_be_run(sound, tmp_path, ids, text):
+    engine, tensors = sound
+    path = tmp_path / "dump.safetensors"
+    found = refusal(engine, path, {**tensors, "ids": ids})
+    assert found.startswith(f"{path}")
+    assert text in found
+
+
+def test_other_dtypes_in_a_dump(sound, tmp_path):
+    engine, tensors = sound
+    wide = torch.as_tensor(tensors["tensor.embed"]).to(torch.bfloat16)
+    assert "tensor tensor.embed has dtype BF16, a dump has F32, F64, I32; make it again" in refusal(
+        engine, tmp_path / "d", {**tensors, "tensor.embed": wide})
+
+
+@pytest.mark.parametrize(("name", "change", "text"), [
+    ("tensor.layers.1.input", lambda a: a[:, :-1], "tensor.layers.1.input has shape [5, 63], expected [5, 64]"),
+    ("tensor.layers.1.input", lambda a: a[:-1], "tensor.layers.1.input has shape [4, 64], expected [5, 64]"),
+    ("tensor.layers.1.input", lambda a: a.astype(np.float64), "layers.1.input is float64, expected float32"),
+    ("tensor.layers.7.output", lambda a: a[0], "tensor.layers.7.output has shape [64], expected [5, 64]"),
+    ("tensor.layers.1.output", lambda a: a[0, 0], "tensor.layers.1.output has shape [], expected [5, 64]"),
+    ("tensor.logits", lambda a: a[:, 1:], "tensor.logits has shape [5, 337], expected [5, 338]"),
+    ("tensor.layers.2.router_ids", lambda a: None, "lacks tensor.layers.2.router_ids"),
+    ("limit.embed", lambda a: a[:0], "limit.embed has shape [0], expected [1]"),
+    ("limit.layers.0.ffn", lambda a: None, "lacks limit.layers.0.ffn"),
+    ("margin.0", lambda a: a[1:], "margin.0 has shape [4], expected [5]"),
+])
+def test_tensors_of_a_dump_that_do_not_fit(sound, tmp_path, name, change, text):
+    engine, tensors = sound
+    found = refusal(engine, tmp_path / "d", {**tensors, name: change(tensors[name])})
+    assert text in found
+    assert "make it again with tools/dump_reference.py" in found
 
 
 def kl(p: np.ndarray, q: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ import safetensors
 
 from fermi_engine import pack_writer
 from fermi_engine.convert import convert
-from fermi_engine.errors import FermiError, PackError
+from fermi_engine.errors import CheckpointError, FermiError, FormatError, PackError
 from fermi_engine.formats import Matrix
 from fermi_engine.pack import Pack
 from fermi_engine.pack_writer import PackPlan, PackWriter, Slot, Wanted
@@ -199,7 +199,7 @@ def test_truncated_and_overlong(copy: Path) -> None:
 
 
 def test_unfinished(copy: Path) -> None:
-    size, part = copy.stat().st_size, copy.with_name("model.pack.part")
+    size, part = copy.stat().st_size, copy.with_name("model.pack" + pack_writer.PART_SUFFIX)
     copy.rename(part)
     os.truncate(part, size - 5000)
     remedy = "run the same conversion again to finish it"
@@ -264,6 +264,14 @@ def edited(path: Path, key: str, edit: Callable[[dict], object]) -> dict[str, st
     ("tensors", lambda v: v[BLOB]["down"].update(offset=64),
      "its metadata cannot be read (an expert's matrix at byte 64, expected a multiple of 64 from 2304)"),
     ("tensors", lambda v: v[BLOB].update(experts=17), f"tensor {BLOB} is U8 [16, 8192], expected U8 [17, 8192]"),
+    ("tensors", lambda v: v[BLOB].update(experts=16.0), "its metadata cannot be read (sizes [8192, 16.0], expected whole"),
+    ("tensors", lambda v: v[MATRIX].update(rows=64.0), "its metadata cannot be read (sizes [64.0, "),
+    ("tensors", lambda v: v[MATRIX].update(offset=64), "its metadata cannot be read (a matrix at byte 64 of its tensor"),
+    ("model_config", lambda v: v.update(vocab_size="x"),
+     "its metadata cannot be read (model configuration: vocab_size is 'x', expected a whole number"),
+    ("model_config", lambda v: v.update(rope_theta=[1]), "its metadata cannot be read (model configuration: rope_theta is "),
+    ("eos_ids", lambda v: v.append("x"), "its metadata cannot be read (eos_ids is no list of int)"),
+    ("unused", lambda v: v.append(1), "its metadata cannot be read (unused is no list of str)"),
 ])
 def test_metadata_that_contradict_the_tensors(copy: Path, key: str, edit: Callable, text: str) -> None:
     assert open_refusal(remake(copy, edited(copy, key, edit))).startswith(f"{copy} is damaged: {text}")
@@ -275,6 +283,66 @@ def test_metadata_missing_or_of_an_absent_tensor(copy: Path) -> None:
     remake(copy, rename={MATRIX: "other.weight"})
     assert open_refusal(copy) == (f"{copy} is damaged: tensor other.weight is U8 [8, 576], expected F32 [8, 576]; "
                                   "convert the checkpoint again")
+
+
+@pytest.mark.parametrize("key", ["eos_ids", "unused", "source", "model_config", "tensors"])
+def test_metadata_of_another_kind(copy: Path, key: str) -> None:
+    assert open_refusal(remake(copy, {key: "5"})).startswith(f"{copy} is damaged: its metadata cannot be read (")
+
+
+@pytest.mark.parametrize(("changes", "text"), [
+    ({"vocab_size": 10**8}, "embed_tokens.weight has shape [338, 64], the pack's model configuration asks for "
+                            "[100000000, 64]"),
+    ({"linear_num_value_heads": 8, "linear_value_head_dim": 16},
+     "layers.0.linear_attn.in_proj_b.weight has shape [4, 64], the pack's model configuration asks for [8, 64]"),
+    ({"linear_conv_kernel_dim": 3}, "layers.0.linear_attn.conv1d.weight has shape [192, 1, 4], "
+                                    "the pack's model configuration asks for [192, 1, 3]"),
+    ({"num_experts": 15}, "layers.0.mlp.gate.weight has shape [16, 64], the pack's model configuration asks for [15, 64]"),
+    ({"moe_intermediate_size": 64}, "layers.0.mlp.experts.gate_up_proj has shape [16, 64, 64], "
+                                    "the pack's model configuration asks for [16, 128, 64]"),
+    ({"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 4},
+     "layers.3.self_attn.q_norm.weight has shape [32], the pack's model configuration asks for [16]"),
+    ({"tie_word_embeddings": True}, "lm_head.weight has shape [338, 64], the pack's model configuration asks for "
+                                    "no such tensor"),
+    ({"num_hidden_layers": 5, "layer_types": [*["linear_attention"] * 3, *["full_attention"] * 2]},
+     "layers.4.input_layernorm.weight is absent, the pack's model configuration asks for [64]"),
+    ({"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 3},
+     "layers.3.input_layernorm.weight has shape [64], the pack's model configuration asks for no such tensor"),
+])
+def test_configuration_of_another_model(copy: Path, changes: dict[str, object], text: str) -> None:
+    """The seal fits, so only the tensors tell; kernels would read beyond them."""
+    remake(copy, edited(copy, "model_config", lambda v: v.update(changes)))
+    assert open_refusal(copy) == f"{copy}: tensor {text}; convert the checkpoint again"
+
+
+def test_experts_stored_with_other_sizes(copy: Path) -> None:
+    """The blob is as large as before, its two matrices have changed places."""
+    turned = edited(copy, "tensors", lambda v: v[BLOB]["down"].update(rows=32, cols=64))
+    assert open_refusal(remake(copy, turned)) == (
+        f"{copy}: tensor layers.1.mlp.experts.down_proj has shape [16, 32, 64], the pack's model configuration asks for "
+        "[16, 64, 32]; convert the checkpoint again")
+
+
+def test_a_tensor_under_another_name(copy: Path) -> None:
+    remake(copy, rename={VECTOR: "layers.2.other.weight"})
+    assert open_refusal(copy) == (f"{copy}: tensor {VECTOR} is absent, the pack's model configuration asks for [64]; "
+                                  "convert the checkpoint again")
+
+
+def test_packs_of_every_kind_open(tmp_path: Path) -> None:
+    for i, options in enumerate(({"tied": True}, {"family": "dense"}, {"layout": "per-expert"}, {"conv_kernel": 1})):
+        path = convert(make_checkpoint(tmp_path / f"c{i}", 0, layers=4, **options), tmp_path / f"p{i}")
+        with Pack.open(path) as pack:
+            assert ("lm_head.weight" in pack.names) is not options.get("tied", False)
+
+
+def test_opening_reads_no_weights(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the data only the seal is looked at, however large the rest is."""
+    read: list[str] = []
+    real = Pack._bytes
+    monkeypatch.setattr(Pack, "_bytes", lambda self, name: read.append(name) or real(self, name))
+    Pack.open(made).close()
+    assert read == ["_seal"]
 
 
 def test_missing_metadata_key(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,48 +507,48 @@ def test_resumes_after_the_last_finished_tensor(tmp_path: Path, stop: str) -> No
 
 
 def damage_first_tensor(path: Path) -> None:
-    poke(path.with_name("cut.part"), len(PLAN.header) + 3, bytes([CONTENT["a"][3] ^ 1]))
+    poke(path.with_name("cut.fermi-part"), len(PLAN.header) + 3, bytes([CONTENT["a"][3] ^ 1]))
 
 
 def damage_header(path: Path) -> None:
-    poke(path.with_name("cut.part"), 20, b"?")
+    poke(path.with_name("cut.fermi-part"), 20, b"?")
 
 
 def cut_part_short(path: Path) -> None:
-    os.truncate(path.with_name("cut.part"), len(PLAN.header) + 130)
+    os.truncate(path.with_name("cut.fermi-part"), len(PLAN.header) + 130)
 
 
 def tear_last_line(path: Path) -> None:
-    journal = path.with_name("cut.part.journal")
+    journal = path.with_name("cut.fermi-part.journal")
     os.truncate(journal, journal.stat().st_size - 9)
 
 
 def claim_too_much(path: Path) -> None:
-    with open(path.with_name("cut.part.journal"), "a") as file:
+    with open(path.with_name("cut.fermi-part.journal"), "a") as file:
         file.write(json.dumps({"tensor": "d", "blake2b": "0" * 64}) + "\n")
 
 
-def no_journal(path: Path) -> None:
-    path.with_name("cut.part.journal").unlink()
-
-
 def no_part(path: Path) -> None:
-    path.with_name("cut.part").unlink()
+    path.with_name("cut.fermi-part").unlink()
 
 
-def longer_part_of_another_run(path: Path) -> None:
-    path.with_name("cut.part").write_bytes(bytes(PLAN.total_bytes + 5000))
-    no_journal(path)
+def tear_first_line(path: Path) -> None:
+    os.truncate(path.with_name("cut.fermi-part.journal"), 30)
+
+
+def empty_part_without_journal(path: Path) -> None:
+    os.truncate(path.with_name("cut.fermi-part"), 0)
+    path.with_name("cut.fermi-part.journal").unlink()
 
 
 def rubbish_after_the_end(path: Path) -> None:
-    with open(path.with_name("cut.part"), "ab") as file:
+    with open(path.with_name("cut.fermi-part"), "ab") as file:
         file.write(bytes(50_000))
 
 
 @pytest.mark.parametrize(("harm", "kept"), [
     (damage_first_tensor, ""), (damage_header, ""), (cut_part_short, "a"), (tear_last_line, "ab"),
-    (claim_too_much, "abc"), (no_journal, ""), (no_part, ""), (longer_part_of_another_run, ""),
+    (claim_too_much, "abc"), (tear_first_line, ""), (no_part, ""), (empty_part_without_journal, ""),
     (rubbish_after_the_end, "abc")])
 def test_only_a_verified_prefix_is_kept(tmp_path: Path, harm: Callable[[Path], None], kept: str) -> None:
     write_all(tmp_path / "whole")
@@ -523,9 +591,9 @@ def test_journal_vouches_only_for_synced_data(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(pack_writer, "SYNC_BYTES", 5000)
     write_all(tmp_path / "p")
     syncs = [e for e in events if not e.startswith("pwrite")]
-    assert syncs == ["fdatasync .part", "fsync .part.journal",  # header
-                     "fdatasync .part", "fsync .part.journal",  # a, b, c and their pads
-                     "fsync .part", f"fsync {tmp_path.name.removeprefix('p')}"]  # the file, then its name
+    assert syncs == ["fdatasync .fermi-part", "fsync .fermi-part.journal",  # header
+                     "fdatasync .fermi-part", "fsync .fermi-part.journal",  # a, b, c and their pads
+                     "fsync .fermi-part", f"fsync {tmp_path.name.removeprefix('p')}"]  # the file, then its name
     assert events[-3].startswith("pwrite")
 
 
@@ -544,7 +612,7 @@ def test_a_second_writer_is_kept_out(tmp_path: Path) -> None:
     with PackWriter(tmp_path / "p", PLAN) as writer:
         writer.put("a", [CONTENT["a"]])
         assert refusal(lambda: PackWriter(tmp_path / "p", PLAN)) == (
-            f"{tmp_path}/p.part is being written by another process; wait for it or choose another name")
+            f"{tmp_path}/p.fermi-part is being written by another process; wait for it or choose another name")
         for slot in writer.remaining():
             writer.put(slot.name, [CONTENT[slot.name]])
         writer.finish()
@@ -556,22 +624,73 @@ def test_a_part_file_that_was_renamed_while_we_took_its_lock(tmp_path: Path, mon
     real = pack_writer.fcntl.flock
 
     def other_finishes(fd: int, how: int) -> None:
-        os.replace(tmp_path / "p.part", tmp_path / "p")
-        (tmp_path / "p.part").touch()
+        os.replace(tmp_path / "p.fermi-part", tmp_path / "p")
+        (tmp_path / "p.fermi-part").touch()
         real(fd, how)
 
     monkeypatch.setattr(pack_writer.fcntl, "flock", other_finishes)
     assert "is being written by another process" in refusal(lambda: PackWriter(tmp_path / "p", PLAN))
 
 
-def test_an_error_about_the_source_leaves_nothing(tmp_path: Path) -> None:
+def broken_source(path: Path, error: FermiError) -> None:
     def broken() -> object:
-        yield CONTENT["a"][:50]
-        raise FermiError("the source is damaged")
+        yield CONTENT["b"][:50]
+        raise error
 
-    with pytest.raises(FermiError, match="the source is damaged"), PackWriter(tmp_path / "p", PLAN) as writer:
-        writer.put("a", broken())
+    def write() -> None:
+        with PackWriter(path, PLAN) as writer:
+            writer.put("a", [CONTENT["a"]])
+            writer.put("b", broken())
+
+    with pytest.raises(type(error), match=str(error)):
+        write()
+
+
+def test_values_no_format_holds_leave_nothing(tmp_path: Path) -> None:
+    broken_source(tmp_path / "p", FormatError("the source is damaged"))
     assert leftovers(tmp_path) == []
+
+
+def test_a_source_that_cannot_be_read_for_now_leaves_what_is_done(tmp_path: Path) -> None:
+    broken_source(tmp_path / "p", CheckpointError("cannot read tensor b"))
+    assert leftovers(tmp_path) == ["p.fermi-part", "p.fermi-part.journal"]
+    assert write_all(tmp_path / "p") == list("bcde")
+
+
+@pytest.mark.parametrize(("name", "content", "found"), [
+    ("p.fermi-part", b"a thesis", "is in the way: no journal beside it says that a conversion left it"),
+    ("p.fermi-part.journal", b"dear diary\n", "is in the way and no journal of a conversion"),
+    ("p.fermi-part.journal", b"\xff", "is in the way and no journal of a conversion")])
+def test_files_of_somebody_else_stay(tmp_path: Path, name: str, content: bytes, found: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert refusal(lambda: PackWriter(tmp_path / "p", PLAN)) == (
+        f"{tmp_path}/{name} {found}; move it or choose another name")
+    assert leftovers(tmp_path) == [name]
+    assert (tmp_path / name).read_bytes() == content
+
+
+def test_a_file_of_a_common_name_beside_the_pack_stays(tmp_path: Path) -> None:
+    (tmp_path / "p.part").write_text("a download of another program")
+    write_all(tmp_path / "p")
+    assert leftovers(tmp_path) == ["p", "p.part"]
+    assert (tmp_path / "p.part").read_text() == "a download of another program"
+
+
+@pytest.mark.parametrize("step", ["ftruncate", "fdatasync", "fsync", "pwrite"])
+def test_a_start_cut_off_anywhere_can_be_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       step: str) -> None:
+    """Also over what another plan left: at no moment does our part file lack a journal of ours."""
+    other = PackPlan.build([Wanted(*s[:3], align=64) for s in PLAN.slots if s.name in "abcde"], {"format": "test"})
+    interrupted(tmp_path / "cut", "d", plan=other)
+
+    def cut_off(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            PackWriter(tmp_path / "cut", PLAN)
+    assert write_all(tmp_path / "cut") == list("abcde")
 
 
 def test_no_room_is_noticed_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,7 +711,7 @@ def test_room_that_a_part_file_already_takes_is_not_asked_for_again(
 ) -> None:
     interrupted(tmp_path / "p", "e")
     fields = list(os.statvfs(tmp_path))
-    fields[1], fields[4] = 1, PLAN.total_bytes - (tmp_path / "p.part").stat().st_size  # f_frsize, f_bavail
+    fields[1], fields[4] = 1, PLAN.total_bytes - (tmp_path / "p.fermi-part").stat().st_size  # f_frsize, f_bavail
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(fields))
     assert write_all(tmp_path / "p") == ["e"]
 
@@ -624,7 +743,7 @@ def test_disk_that_fills_up_leaves_nothing(
 ) -> None:
     failing_write(monkeypatch, number, call)
     text = refusal(lambda: write_all(tmp_path / "p"))
-    assert text.startswith(f"cannot write {tmp_path}/p.part: {os.strerror(number)}; ")
+    assert text.startswith(f"cannot write {tmp_path}/p.fermi-part: {os.strerror(number)}; ")
     assert text.endswith(" are free; make room or choose another place, then run it again")
     assert leftovers(tmp_path) == []
 
@@ -640,8 +759,24 @@ def test_failing_sync_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(pack_writer, "SYNC_BYTES", 1)
     failing_write(monkeypatch, errno.EIO, 3, name)
     text = refusal(lambda: write_all(tmp_path / "p"))
-    assert text.startswith(f"cannot write {tmp_path}/p.part: Input/output error; ")
-    assert not (tmp_path / "p").exists()
+    assert text == (f"cannot write {tmp_path}/p.fermi-part: Input/output error; run it again to go on from there once the "
+                    "disk takes writes, or choose another place")
+    assert leftovers(tmp_path) == ["p.fermi-part", "p.fermi-part.journal"]
+
+
+@pytest.mark.parametrize(("name", "call", "kept"), [("pwrite", 6, "a"), ("pwrite", 13, "abc"), ("fdatasync", 4, "a")])
+def test_a_disk_that_fails_for_a_while_keeps_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: int, kept: str
+) -> None:
+    """Calls of pwrite: header, three of a, pad, three of b, pad, three of c; of fdatasync: start, a, pad, b."""
+    write_all(tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(pack_writer, "SYNC_BYTES", 1)
+        failing_write(patch, errno.EIO, call, name)
+        refusal(lambda: write_all(tmp_path / "p"))
+    assert leftovers(tmp_path) == ["p.fermi-part", "p.fermi-part.journal", "whole"]
+    assert write_all(tmp_path / "p") == list("abcde")[len(kept):]
+    assert (tmp_path / "p").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 def test_file_size_limit_for_real(tmp_path: Path) -> None:
@@ -653,7 +788,7 @@ def test_file_size_limit_for_real(tmp_path: Path) -> None:
     limit = len(PLAN.header) + 5000
     run = subprocess.run([sys.executable, "-c", script, str(ROOT), str(tmp_path / "p")], capture_output=True, text=True,
                          check=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    assert run.stdout.startswith(f"cannot write {tmp_path}/p.part: File too large; ")
+    assert run.stdout.startswith(f"cannot write {tmp_path}/p.fermi-part: File too large; ")
     assert run.stdout.count("\n") == 1
     assert leftovers(tmp_path) == []
 
@@ -663,9 +798,9 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
         f"{tmp_path} is a directory; give the name of the pack file to write")
     assert refusal(lambda: PackWriter(tmp_path / "no" / "p", PLAN)) == (
         f"{tmp_path}/no is not a directory; create it before writing p there")
-    (tmp_path / "p.part").mkdir()
+    (tmp_path / "p.fermi-part").mkdir()
     assert refusal(lambda: PackWriter(tmp_path / "p", PLAN)) == (
-        f"cannot write {tmp_path}/p.part: Is a directory; choose a directory you can write to")
+        f"cannot write {tmp_path}/p.fermi-part: Is a directory; choose a directory you can write to")
 
 
 def test_matrix_views_survive_a_round_trip_through_a_file(tmp_path: Path) -> None:

@@ -1,11 +1,17 @@
 #!/bin/sh
 # Installs the system packages the build and the tests need, where apt and root are at hand; otherwise names them.
-# `compiler` asks for what a build needs only.
+# `compiler` asks for what a build needs only. PYTHON: the interpreter that environments are made with.
 set -eu
+PYTHON=${PYTHON:-python3}
 missing=""
 want() { command -v "$1" >/dev/null 2>&1 || missing="$missing $2"; }
+can() { "$PYTHON" -c "$1" >/dev/null 2>&1 || missing="$missing $2"; }
 want gcc gcc
 want make make
+want "$PYTHON" python3
+# Debian's `venv` is there without python3-venv, but has no pip to put into an environment
+can 'import ensurepip, venv' python3-venv
+can 'import os, sysconfig; os.stat(os.path.join(sysconfig.get_path("include"), "Python.h"))' python3-dev
 if [ "${1:-}" != compiler ]; then
     want objdump binutils
     want qemu-x86_64 qemu-user

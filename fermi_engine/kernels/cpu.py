@@ -15,6 +15,7 @@ from fermi_engine.kernels.dispatch import Kernel, library
 from fermi_engine.kernels.threads import default_threads
 
 ATTENTION_BLOCK = 64  # absolute positions that merge together; page sizes do not change it
+MAX_TAPS = 16  # of conv1d_silu: csrc/kernels.h
 DEQUANTIZE_TILE = 256  # weight rows expanded to float32 at a time when activations stay float32
 
 
@@ -256,8 +257,13 @@ class CpuKernels:
         return g, beta
 
     def conv1d_silu(self, x: np.ndarray, weight: np.ndarray, tail: np.ndarray) -> np.ndarray:
-        """Causal depthwise convolution and silu: x [T, C], weight [taps, C], tail [taps-1, C] updated in place -> [T, C]."""
+        """Causal depthwise convolution and silu: x [T, C], weight [taps, C], tail [taps-1, C] updated in place -> [T, C].
+
+        ValueError unless taps lie in 1..16 and the shapes fit each other.
+        """
         tokens, channels = x.shape
+        if not 1 <= weight.shape[0] <= MAX_TAPS:
+            raise ValueError(f"conv1d_silu: {weight.shape[0]} taps, the kernels take 1..{MAX_TAPS}")
         if weight.shape[1] != channels or tail.shape != (weight.shape[0] - 1, channels):
             raise ValueError(f"conv1d_silu: x {x.shape}, weight {weight.shape}, tail {tail.shape} do not fit")
         y = self.empty(x.shape)
