@@ -1,4 +1,4 @@
-# make demo   builds, converts a small checkpoint, verifies every stage, generates text; no torch, no GPU
+# make demo   builds, converts a small trained model, verifies every stage, asks it questions; no torch, no GPU
 # make test   installs what the tests need (system packages too, where it may) and runs them
 # make check  lint and the disassembly check
 # make golden regenerates golden/ (STAGE=name for one)

@@ -456,4 +456,64 @@ TEXT = (
     ),
 )
 
-FAULTS = KERNELS + MODEL + FILES + TEXT
+# Goldens would notice these as well; here the small trained model must show them as wrong answers.
+MODEL_SENSE = (
+    Fault(
+        "sense: value head paired with key head h mod n",
+        "csrc/ssse3/gdn_recurrent.c",
+        "int64_t key = (t * a->k_heads + h / (a->v_heads / a->k_heads)) * a->dk, head = t * a->v_heads + h;\n        step(s, ",
+        "int64_t key = (t * a->k_heads + h % a->k_heads) * a->dk, head = t * a->v_heads + h;\n        step(s, ",
+        "test:tests/test_tiny.py::test_copies_of_words_numbers_scripts_and_emoji",
+    ),
+    Fault(
+        "sense: query head paired with key head h mod n",
+        "csrc/ssse3/attention.c",
+        "run_group(a, item, heads, kv_head);",
+        "heads = 1;\n        run_group(a, item, heads, item % a->heads % a->kv_heads);",
+        "test:tests/test_tiny.py::test_arithmetic_with_the_steps_apart_from_the_answer",
+    ),
+    Fault(
+        "sense: query and gate exchanged",
+        "fermi_engine/model/attention.py",
+        "query_gate = k.linear(u, self.q_proj, mode).reshape(tokens * heads, 2 * head_dim)",
+        "query_gate = np.roll(k.linear(u, self.q_proj, mode).reshape(tokens * heads, 2 * head_dim), head_dim, axis=1)",
+        "test:tests/test_tiny.py::test_needles_at_every_depth_of_2k_tokens",
+    ),
+    Fault(
+        "sense: text moves along the time axis alone",
+        "fermi_engine/model/decoder.py",
+        "np.ascontiguousarray(np.broadcast_to(positions, (3, count)))",
+        "np.stack((positions, 0 * positions, 0 * positions))",
+        "test:tests/test_tiny.py::test_arithmetic_with_the_steps_apart_from_the_answer",
+    ),
+    Fault(
+        "sense: rotary frequencies over the whole head",
+        "fermi_engine/model/attention.py",
+        "np.float32(2 * j) / np.float32(rotary_dim)",
+        "np.float32(2 * j) / np.float32(4 * rotary_dim)",
+        "test:tests/test_tiny.py::test_arithmetic_with_the_steps_apart_from_the_answer",
+    ),
+    Fault(
+        "sense: each expert exchanged with its neighbour",
+        "fermi_engine/pack.py",
+        "data = self._bytes(name)[expert *",
+        "expert ^= 1\n        data = self._bytes(name)[expert *",
+        "test:tests/test_tiny.py::test_arithmetic_with_the_steps_apart_from_the_answer",
+    ),
+    Fault(
+        "sense: expert 10 exchanged with expert 14",
+        "fermi_engine/pack.py",
+        "data = self._bytes(name)[expert *",
+        "expert = {10: 14, 14: 10}.get(expert, expert)\n        data = self._bytes(name)[expert *",
+        "test:tests/test_tiny.py::test_arithmetic_with_the_steps_apart_from_the_answer",
+    ),
+    Fault(
+        "sense: norm weights without their offset",
+        "fermi_engine/kernels/cpu.py",
+        '"x_stride": stride, "y_stride": n, "eps": eps, "offset": offset})',
+        '"x_stride": stride, "y_stride": n, "eps": eps, "offset": 0.0})',
+        "test:tests/test_tiny.py::test_arithmetic_with_the_steps_apart_from_the_answer",
+    ),
+)
+
+FAULTS = KERNELS + MODEL + FILES + TEXT + MODEL_SENSE

@@ -30,7 +30,7 @@ from tools.faults import FAULTS, Fault  # noqa: E402
 
 REPLAY = "from fermi_engine import verify\nfor row in verify.replay():\n    print(row.stage, row.verdict)\n"
 SKIPPED = shutil.ignore_patterns(
-    ".git", ".venv*", "build", "demo", "*.egg-info", "__pycache__", ".pytest_cache", ".hypothesis", "tiny"
+    ".git", ".venv*", "build", "demo", "*.egg-info", "__pycache__", ".pytest_cache", ".hypothesis"
 )
 TIMEOUT_S = 120
 

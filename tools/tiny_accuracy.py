@@ -34,7 +34,7 @@ from tools.tiny_tasks import DEPTHS, Encoder, Sample, check, drawn, drawn_row
 ROOT = Path(__file__).resolve().parents[1]
 RUNNERS = ("reference fp32", "engine q4_0")
 SEED = 1  # not the held-out samples that training shows its progress on
-COUNTS = {"needle_2k": 12, "needle_10k": 6, "arithmetic": 200, "tool_call": 120, "turns": 100, "copying": 100}
+COUNTS = {"needle_2k": 16, "needle_10k": 8, "arithmetic": 200, "tool_call": 150, "turns": 100, "copying": 100}
 NEEDLE_TOKENS = {"needle_2k": 2000, "needle_10k": 10000}
 TASK_TOKENS = {"arithmetic": 64, "tool_call": 400, "turns": 400, "copying": 160}
 TARGETS = {"needle_2k": 0.99, "needle_10k": 0.99, "arithmetic": 0.95, "tool_call": 0.95}

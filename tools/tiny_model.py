@@ -7,6 +7,7 @@ chosen dtype, everything else in float32 (float64 for float64 weights).
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -139,8 +140,9 @@ class Scan(torch.autograd.Function):
     def forward(ctx: Any, m: Tensor, b: Tensor) -> Tensor:
         states = torch.empty_like(b)
         states[0] = 0
-        for n in range(len(b) - 1):
-            torch.baddbmm(b[n], m[n], states[n], out=states[n + 1])
+        each = states.unbind()
+        for before, after, step, added in zip(each, each[1:], m.unbind(), b.unbind(), strict=False):
+            torch.baddbmm(added, step, before, out=after)
         ctx.save_for_backward(m, states)
         return states
 
@@ -150,8 +152,9 @@ class Scan(torch.autograd.Function):
         grad = grad.contiguous()
         into = torch.empty_like(states)
         into[-1] = 0
+        each, steps, own = into.unbind(), m.mT.unbind(), grad.unbind()
         for n in range(len(m) - 1, 0, -1):
-            torch.baddbmm(grad[n], m[n].mT, into[n], out=into[n - 1])
+            torch.baddbmm(own[n], steps[n], each[n], out=each[n - 1])
         return into @ states.mT, into
 
 
@@ -220,10 +223,7 @@ class Model:
         """ids [B, T] from position 0 -> hidden after the final norm [B, T, H]; `balance` gets a loss per layer."""
         c, w = self.config, self.weights
         x = F.embedding(ids, w["embed_tokens.weight"]).to(w["norm.weight"].dtype)
-        positions = torch.arange(ids.shape[1]).expand(3, -1)
-        axes = rope.axis_of_frequency(c.rotary_dim // 2, c.mrope_section)
-        tables = rope.tables(positions, rope.inv_freq(c.rotary_dim, c.rope_theta), axes, x.dtype)
-        cos, sin = (table.to(x.device) for table in tables)
+        cos, sin = _rope_tables(c, ids.shape[1], x.dtype, x.device)
         self.balance = []
         for i, kind in enumerate(c.layer_types):
             u = self._norm(x, f"layers.{i}.input_layernorm.weight")
@@ -284,6 +284,15 @@ class Model:
         gate, up = (self._linear(low, f"{stem}shared_expert.{n}_proj.weight") for n in ("gate", "up"))
         shared = self._linear(F.silu(gate) * up, stem + "shared_expert.down_proj.weight")
         return routed + torch.sigmoid(F.linear(h, self.weights[stem + "shared_expert_gate.weight"])) * shared
+
+
+@functools.lru_cache(maxsize=16)
+def _rope_tables(c: ModelConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos, sin [T, half] from position 0: kept, because a copy to a GPU would wait for it in every step."""
+    axes = rope.axis_of_frequency(c.rotary_dim // 2, c.mrope_section)
+    frequencies = rope.inv_freq(c.rotary_dim, c.rope_theta)
+    cos, sin = rope.tables(torch.arange(tokens).expand(3, -1), frequencies, axes, dtype)
+    return cos.to(device), sin.to(device)
 
 
 def _imbalance(logits: Tensor, share: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ thinking is on.
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ from tools import tiny_words as w
 Messages = list[dict[str, Any]]
 Measure = Callable[[str], int]  # tokens of a text
 DEPTHS = tuple(d / 10 for d in range(1, 10))
-TURN_TOKENS = 22  # tags, role words and a short answer of one question and its answer
+TURN_TOKENS = 14  # tags, role words and line ends of a question and its answer
+ROW_TOKENS = 90  # the longest question and answer with their tags
+CODE_TOKENS, MOST_CODES, MOST_QUESTIONS = 40, 48, 16  # how dense codes may stand: dense ones teach that the name decides
 THINKING_SHARE = 0.15
 FILLERS = ("I see.", "All right.")
 PETS = ("dog", "cat", "boat", "street", "teacher", "sister", "horse", "village", "bakery", "ship", "parrot", "doctor",
@@ -49,11 +52,22 @@ class Sample:
 
 @dataclass(frozen=True)
 class Fact:
-    """A code and how deep in the context it stands (share of the context's tokens before it)."""
+    """A code, the language it is told in, and how deep in the context (share of the context's tokens before it)."""
 
     name: str
     code: str
+    language: str
     depth: float
+
+    @property
+    def statement(self) -> str:
+        """How the context tells it, and the right answer."""
+        return w.LANGUAGES[self.language].statement.format(name=self.name, code=self.code)
+
+    @property
+    def question(self) -> str:
+        """What asks for it."""
+        return w.LANGUAGES[self.language].question.format(name=self.name)
 
 
 def user(text: str) -> dict[str, Any]:
@@ -73,50 +87,51 @@ def _sample(rng: Random, task: str, messages: Messages, reply: str, thought: str
     return Sample(task, messages, f"{thought}\n</think>\n\n{reply}", **{"expected": reply, **fields}, thinking=True)
 
 
-def context(rng: Random, held: bool, measure: Measure, tokens: int, depths: Sequence[float]) -> tuple[str, list[Fact]]:
-    """About `tokens` tokens of filler in several languages, with one code at each of `depths` (0..1)."""
-    facts = [Fact(name, w.code(rng), depth)
-             for name, depth in zip(w.names(rng, held, len(depths)), sorted(depths), strict=True)]
-    statements = [w.LANGUAGES[rng.choice(w.MIX)].statement.format(name=fact.name, code=fact.code) for fact in facts]
-    room = tokens - sum(measure(" " + text) for text in statements)
+def facts_at(rng: Random, held: bool, depths: Sequence[float]) -> list[Fact]:
+    """A new code for each of `depths` (0..1), in their order."""
+    named = zip(w.names(rng, held, len(depths)), sorted(depths), strict=True)
+    return [Fact(name, w.code(rng), rng.choice(w.MIX), depth) for name, depth in named]
+
+
+def context(rng: Random, measure: Measure, tokens: int, facts: Sequence[Fact]) -> str:
+    """About `tokens` tokens of sentences in several languages, with each of `facts` at its depth."""
+    room = tokens - sum(measure(" " + fact.statement) for fact in facts)
     parts: list[str] = []
     used, placed = 0, 0
     while used < room:
         while placed < len(facts) and facts[placed].depth * room <= used:
-            parts.append(statements[placed])
+            parts.append(facts[placed].statement)
             placed += 1
         text = w.sentence(rng)
         used += measure(" " + text)
         if used <= room:
             parts.append(text)
-    return " ".join(parts + statements[placed:]), facts
-
-
-def ask(rng: Random, fact: Fact) -> str:
-    """The question for a code, in any language."""
-    return w.LANGUAGES[rng.choice(w.MIX)].question.format(name=fact.name)
+    return " ".join([*parts, *(fact.statement for fact in facts[placed:])])
 
 
 def needle(rng: Random, held: bool, measure: Measure, tokens: int) -> Sample:
     """Codes in a context of such a length that the whole has about `tokens` tokens, and one or more questions."""
-    most = max(1, tokens // 60)
-    count = rng.randint(1, min(most, 32))
-    questions = 1 if rng.random() < 0.25 else rng.randint(1, min(count, 16))
-    room = max(8, tokens - questions * (TURN_TOKENS + 14))
-    text, facts = context(rng, held, measure, room, [rng.random() for _ in range(count)])
+    count = rng.randint(1, max(1, min(tokens // CODE_TOKENS, MOST_CODES)))
+    facts = facts_at(rng, held, [rng.random() for _ in range(count)])
+    asked = rng.sample(facts, rng.randint(1, min(count, MOST_QUESTIONS)))
+    cost = [measure(fact.question) + measure(fact.statement) + TURN_TOKENS for fact in asked]
+    while len(asked) > 1 and sum(cost[: len(asked)]) > tokens / 2:
+        asked.pop()
+    text = context(rng, measure, tokens - sum(cost[: len(asked)]), facts)
     messages: Messages = []
-    asked = rng.sample(facts, questions)
     for i, fact in enumerate(asked):
-        messages.append(user((f"{text}\n\n" if i == 0 else "") + ask(rng, fact)))
-        if i < questions - 1:
-            messages.append(assistant(fact.code))
-    return _sample(rng, "needle", messages, asked[-1].code, f"I look for {asked[-1].name}.")
+        messages.append(user((f"{text}\n\n" if i == 0 else "") + fact.question))
+        if i < len(asked) - 1:
+            messages.append(assistant(fact.statement))
+    last = asked[-1]
+    return _sample(rng, "needle", messages, last.statement, f"I look for {last.name}.", expected=(last.name, last.code))
 
 
 def needle_row(rng: Random, held: bool, measure: Measure, tokens: int, depths: Sequence[float] = DEPTHS) -> list[Sample]:
     """One context with a code at each of `depths` and one sample for each: they share all but the question."""
-    text, facts = context(rng, held, measure, tokens - TURN_TOKENS - 14, depths)
-    return [Sample("needle", [user(f"{text}\n\n{w.LANGUAGES['en'].question.format(name=fact.name)}")], fact.code, fact.code)
+    facts = facts_at(rng, held, depths)
+    text = context(rng, measure, tokens - ROW_TOKENS, facts)
+    return [Sample("needle", [user(f"{text}\n\n{fact.question}")], fact.statement, (fact.name, fact.code))
             for fact in facts]
 
 
@@ -185,7 +200,7 @@ def turns(rng: Random, held: bool, measure: Measure, tokens: int) -> Sample:
         if rng.random() < 0.3:
             events.append(_recall(facts, rng.choice(known)))
         cost = sum(measure(q) + measure(a) + 10 for q, a in events)
-        if used + cost > tokens - 2 * TURN_TOKENS and used:
+        if used + cost > tokens - 4 * TURN_TOKENS and used:
             known.pop()
             break
         used += cost
@@ -203,7 +218,9 @@ def _number(rng: Random, held: bool, kind: str) -> str:
 
 
 def _recall(facts: dict[str, str], kind: str) -> tuple[str, str]:
-    return f"What is my {kind} called?" if kind in PETS else f"What is my {kind} number?", facts[kind]
+    if kind in PETS:
+        return f"What is my {kind} called?", f"Your {kind} is called {facts[kind]}."
+    return f"What is my {kind} number?", f"Your {kind} number is {facts[kind]}."
 
 
 def tool_call(rng: Random, held: bool, measure: Measure, tokens: int) -> Sample:
@@ -235,6 +252,9 @@ def check(sample: Sample, text: str) -> bool:
     reply = reply_of(sample, text)
     if reply is None:
         return False
+    if sample.task == "needle":
+        name, code = sample.expected
+        return name in reply and re.findall(r"\d+", reply) == [code]
     if sample.task != "tool_call":
         return reply == sample.expected
     content, found = chat.parse_tool_calls(reply, sample.tools)

@@ -37,7 +37,7 @@ READ_WEIGHT, BALANCE_WEIGHT, CLIP = 0.1, 0.01, 1.0
 WARMUP, DECAY_FROM, LAST_RATE = 0.02, 0.5, 0.02  # shares of the schedule, and of the learning rate
 ROUNDED_FROM, PLAIN_EVERY = 0.65, 4  # from this progress on q4_0 weights are seen, but for one step in four
 SAVE_SECONDS, EVALUATE_SECONDS = 60, 75
-FORWARD_TOKENS = 65536
+FORWARD_TOKENS = 32768
 LONG = 4096  # rows of more tokens come in batches of twice the size: they hold few answers
 
 
@@ -46,7 +46,7 @@ class Settings:
     """What a run is: kept in its state, so that a resumed run goes on with the same."""
 
     seed: int = 0
-    tokens: int = 240_000_000
+    tokens: int = 200_000_000
     step_tokens: int = 32768
     rate: float = 2e-3
     total_minutes: float | None = None
@@ -93,7 +93,7 @@ class Trainer:
 
     def train_step(self, arrays: Arrays) -> Tensor:
         """One update; -> losses of said and read tokens, imbalance of the experts, gradient norm, on the device."""
-        ids, kinds = (torch.from_numpy(x).to(self.device) for x in arrays)
+        ids, kinds = (self._sent(x) for x in arrays)
         rounded = self.progress >= ROUNDED_FROM
         seen = self.master.seen(self.dtype, rounded, rounded and self.step % PLAIN_EVERY != 0)
         model = tiny_model.Model(self.config, seen, self.dtype)
@@ -107,6 +107,11 @@ class Trainer:
         self.step += 1
         self.tokens += ids.numel()
         return torch.stack([said, read, balance, norm]).detach()
+
+    def _sent(self, x: np.ndarray) -> Tensor:
+        """On the device, without waiting for what it is doing."""
+        tensor = torch.from_numpy(x)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device == "cuda" else tensor
 
     @torch.no_grad()
     def evaluate(self, held: dict[str, Arrays], q4_0: bool) -> dict[str, np.ndarray]:
@@ -335,8 +340,10 @@ def main(argv: list[str] | None = None) -> int:
         trainer = (Trainer.resumed(args.resume, args.device, **changes) if args.resume
                    else Trainer(Settings(**changes), texts, args.device))
         if args.out:
-            print(f"{trainer.config.num_hidden_layers} layers, {len(trainer.master.flat) / 1e6:.2f}M weights, "
-                  f"{trainer.device}, {args.workers} workers, progress {trainer.progress:.3f}", flush=True)
+            machine = torch.cuda.get_device_name() if trainer.device == "cuda" else "CPU"
+            print(f"{trainer.config.num_hidden_layers} layers, {len(trainer.master.flat) / 1e6:.2f}M weights, {machine}, "
+                  f"torch {torch.__version__}, {args.workers} workers, {trainer.settings}, progress {trainer.progress:.3f}",
+                  flush=True)
             train(trainer, source, args.out, args.minutes, args.resume, held_scale=args.held_scale)
         if args.export:
             trainer.export(args.export)
