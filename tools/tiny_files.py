@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from tools import random_weights
 from tools.make_checkpoint import VISION, Options, unused_shapes
@@ -67,7 +67,7 @@ def export(path: Path, raw: dict[str, Any], params: dict[str, torch.Tensor], fil
             blocks = [torch.from_numpy(block) for block in random_weights.values(seed, name, shape)]
             named[name] = torch.cat(blocks).view(shape)
     stored = {name: w.detach().to("cpu", torch.bfloat16).contiguous() for name, w in named.items()}
-    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "model.safetensors").write_bytes(save(stored, {"format": "pt"}))
     for name, value in (("config.json", raw), ("generation_config.json", GENERATION)):
         (path / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     for name, data in files.items():
