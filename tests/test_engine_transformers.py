@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fermi_engine import Engine
 from fermi_engine.generate import greedy
+from reference.decoder import Decoder
 from tests import hf
 
 LENGTHS = (1, 2, 3, 4, 63, 64, 65, 129)
@@ -44,6 +45,7 @@ class Pair:
         self.eager, self.sdpa = hf.build(**options), hf.build(**options, attention="sdpa")
         hf.save(self.eager, directory, fused=fused)
         self.engine = Engine.load(directory, format="f32")
+        self.truth = Decoder(hf.text_config(self.eager), hf.canonical_params(self.eager, torch.float64))
 
     def spread(self, ids: list[int]) -> tuple[float, Tensor]:
         """Largest difference of transformers with itself: 1 against 2 threads, eager against sdpa; and its plain logits."""
@@ -77,15 +79,22 @@ def monkeypatch_module():
 
 
 def test_logits_are_within_the_spread_of_transformers(pair, capsys):
-    spreads, apart = [], []
+    """And no further from the float64 truth than twice what transformers itself is: the spread alone does not see the
+    error of layers that its settings share."""
+    spreads, apart, ours, own = [], [], [], []
     for length in LENGTHS:
         ids = prompt(length)
         spread, theirs = pair.spread(ids)
+        mine, exact = torch.from_numpy(pair.engine.session().logits(ids)), pair.truth.forward(ids)[0]
         spreads.append(spread)
-        apart.append(error(torch.from_numpy(pair.engine.session().logits(ids)), theirs))
+        apart.append(error(mine, theirs))
+        ours.append(error(mine, exact))
+        own.append(error(theirs, exact))
         with capsys.disabled():
-            print(f"\nT {length:3d}: transformers with itself {spread:.1e}, engine to it {apart[-1]:.1e}", end="")
+            print(f"\nT {length:3d}: transformers with itself {spread:.1e}, engine to it {apart[-1]:.1e}; "
+                  f"to float64: transformers {own[-1]:.1e}, engine {ours[-1]:.1e}", end="")
     assert max(apart) <= min(2 * max(spreads), LOGITS_CEILING)
+    assert max(ours) <= 2 * max(own)
 
 
 def test_greedy_tokens_are_those_of_transformers(pair):
