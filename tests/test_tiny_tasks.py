@@ -338,7 +338,10 @@ def test_final_answers_mark_the_answer(encoder):
     samples = some(encoder, "turns", count=3)
     ids, kinds = tiny_batches.final_answers(encoder, samples, 480)
     for sample, row, kind in zip(samples, ids, kinds, strict=True):
+        whole = encoder.prompt(sample) + encoder.answer(sample)
+        assert row[kind != tiny_batches.PADDING].tolist() == whole
         assert encoder.tokenizer.decode(row[kind == tiny_batches.SAID].tolist()) == sample.answer + "<|im_end|>"
+        assert (row[len(whole) :] == tiny_tokenizer.token_id("<|endoftext|>")).all()
     with pytest.raises(ValueError, match="room is for 32"):
         tiny_batches.final_answers(encoder, samples, 32)
 
