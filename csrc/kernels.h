@@ -45,10 +45,25 @@ typedef struct {
     const int8_t *codes;   /* [tokens, n] */
     const float *d;        /* [tokens, n/32] */
     const int32_t *sums;   /* [tokens, n/32] */
+    const int32_t *source; /* [tokens] activation row of each token, or NULL for row = token */
     float *y;              /* [tokens, y_stride] */
     int32_t *isums;        /* [tokens, rows, n/32] block dots for the checks, or NULL */
     int64_t rows, n, tokens, y_stride;
 } matmul_q8_args;
+
+/* The same product for several matrices of one shape, the experts of a layer, each with rows of its own; item =
+ * (hit, group of 8 rows) = hit * ceil(rows/8) + group. Hit i is expert hit[i]: weights at w + hit[i] * stride, output rows
+ * first[i]..first[i+1] of y, output row j from activation row source[j]. Items of hits from *hits on do nothing. */
+typedef struct {
+    const uint8_t *w;      /* expert e at w + e * stride, laid out as in matmul_q8_args */
+    const int8_t *codes;   /* [*, n] */
+    const float *d;        /* [*, n/32] */
+    const int32_t *sums;   /* [*, n/32] */
+    const int32_t *hit, *first, *hits; /* of expert_rows */
+    const int32_t *source; /* as in matmul_q8_args, or NULL for row j */
+    float *y;              /* [rows of all hits, rows] */
+    int64_t stride, rows, n;   /* stride in bytes */
+} grouped_q8_args;
 
 /* Stored weight rows back to floats, exactly; item = output row. */
 typedef struct {
@@ -143,16 +158,32 @@ typedef struct {
     int64_t heads, head_dim, half;
 } rope_args;
 
+/* Keys and values of new tokens into the pages of the cache; item = (token, key head) = token * kv_heads + head. Page p
+ * holds positions p*page_tokens.. as [kv_heads, page_tokens, row], a row of head_dim elements in one of the KV_ formats:
+ * KV_F32 floats; KV_F16 halves, rounded to nearest even; KV_Q8_0 (head_dim a multiple of 32) head_dim codes, then
+ * head_dim/32 halves d: d and codes as quantize_q8_0 makes them, d rounded to half afterwards, a d that is NaN or beyond
+ * the largest half stored as NaN. */
+enum { KV_F32, KV_F16, KV_Q8_0 };
+
+typedef struct {
+    const float *k, *v;                 /* [tokens, kv_heads, head_dim] */
+    void *const *k_pages, *const *v_pages;
+    const int64_t *start;               /* absolute position of the first token */
+    int64_t kv_heads, head_dim, page_tokens, format;
+} kv_append_args;
+
 /* Causal grouped-query attention over a paged cache; item = (token, query head) = token * heads + head.
- * Token t sits at absolute position start + t and sees positions 0..start+t. Blocks of 64 absolute positions merge in
+ * Token t sits at absolute position start + t and sees positions 0..start+t. Keys and values are what the stored bytes stand
+ * for: float, half, or (float)code * (float)d. Blocks of 64 absolute positions merge in
  * index order (online softmax): s = (lane sum of q * k) * scale; m' = max(m, max s); c = exp(m - m') (1st block: the sums
  * start from the block's own); p = exp(s - m'); l = l * c + lane sum of p; acc = acc * c + (sum over positions in order from +0.0 of
  * p * v); finally o = acc / l. Page size changes no bit. o holds the running sums: q and o must not overlap. */
 typedef struct {
     const float *q;                         /* [tokens, heads, head_dim] */
-    const float *const *k_pages, *const *v_pages; /* page p holds positions p*page_tokens..: [kv_heads, page_tokens, head_dim] */
+    void *const *k_pages, *const *v_pages;  /* as kv_append leaves them */
+    const int64_t *start;                   /* absolute position of the first token */
     float *o;                               /* [tokens, heads, head_dim] */
-    int64_t heads, kv_heads, head_dim, start, page_tokens;
+    int64_t heads, kv_heads, head_dim, page_tokens, format;
     float scale;
 } attention_args;
 
@@ -164,6 +195,18 @@ typedef struct {
     float *weights;       /* [tokens, k] */
     int64_t experts, k;
 } router_topk_args;
+
+/* The work list of a layer's experts from the router's choice; one item. Rows are (token, slot) pairs ordered by expert,
+ * then token, then slot. */
+typedef struct {
+    const int32_t *ids;   /* [tokens, k] */
+    int32_t *hit;         /* [experts] ids of the experts that have rows, rising; *hits of them */
+    int32_t *first;       /* [experts + 1] first row of each hit; first[*hits] = tokens * k */
+    int32_t *hits;        /* [1] */
+    int32_t *source;      /* [tokens * k] token of each row */
+    int32_t *row_of;      /* [tokens, k] row of each (token, slot) */
+    int64_t tokens, k, experts;
+} expert_rows_args;
 
 /* y = silu(gate) * up; item = row of [gate | up]. */
 typedef struct {
@@ -201,7 +244,8 @@ typedef struct {
 #ifndef KERNEL
 #define KERNEL(op, args) \
     void scalar_##op(const args *a, int64_t begin, int64_t end); \
-    void ssse3_##op(const args *a, int64_t begin, int64_t end);
+    void ssse3_##op(const args *a, int64_t begin, int64_t end); \
+    void avx2_##op(const args *a, int64_t begin, int64_t end);
 #endif
 
 /* KERNEL(op, argument struct) */
@@ -214,6 +258,8 @@ KERNEL(gemv_q4_0_q8_0, matmul_q8_args)
 KERNEL(gemm_q4_0_q8_0, matmul_q8_args)
 KERNEL(gemv_q8_0_q8_0, matmul_q8_args)
 KERNEL(gemm_q8_0_q8_0, matmul_q8_args)
+KERNEL(grouped_gemm_q4_0_q8_0, grouped_q8_args)
+KERNEL(grouped_gemm_q8_0_q8_0, grouped_q8_args)
 KERNEL(dequantize_q4_0, dequantize_args)
 KERNEL(dequantize_q8_0, dequantize_args)
 KERNEL(dequantize_f16, dequantize_args)
@@ -226,17 +272,63 @@ KERNEL(conv1d_silu, conv1d_silu_args)
 KERNEL(gdn_recurrent, gdn_recurrent_args)
 KERNEL(rope_tables, rope_tables_args)
 KERNEL(rope, rope_args)
+KERNEL(kv_append, kv_append_args)
 KERNEL(attention, attention_args)
 KERNEL(router_topk, router_topk_args)
+KERNEL(expert_rows, expert_rows_args)
 KERNEL(swiglu, swiglu_args)
 KERNEL(sigmoid_mul, sigmoid_mul_args)
 KERNEL(moe_combine, moe_combine_args)
 KERNEL(add, add_args)
 
-/* Runs items [0, n) of a kernel on up to `threads` threads, `grain` items at a time, with MXCSR set to round-to-nearest and
- * subnormals kept; the caller's MXCSR is restored. Returns the number of threads that took part. */
+/* One op of a list: items [0, n), handed out `grain` at a time. */
 typedef void (*kernel_fn)(const void *args, int64_t begin, int64_t end);
+typedef struct {
+    kernel_fn kernel;
+    const void *args;
+    int64_t n, grain;
+} fermi_step;
+
+/* Runs steps in order on up to `threads` threads, each step whole before the next begins, with MXCSR set to round-to-nearest
+ * and subnormals kept; the caller's MXCSR is restored. Adds the time each step took to elapsed_ns[step] unless that is NULL;
+ * their sum is the time of the call but for its entry and return. Returns the number of threads that took part. */
+int fermi_run_steps(const fermi_step *steps, int64_t count, int threads, int64_t *elapsed_ns);
+
+/* The same for one op. */
 int fermi_run(kernel_fn kernel, const void *args, int64_t n, int64_t grain, int threads);
+
+/* Worker i, from 1 on, runs on CPU cpus[i] alone, now and when it is started; workers from `count` on run wherever the calling
+ * thread may. The calling thread, which is thread 0, stays as it is. Returns 0 or the first error of the system. */
+int fermi_pin(const int *cpus, int count);
+
+/* Measuring helpers of csrc/roofline.c, run through fermi_run like kernels; no ops. Item = chunk of `chunk` bytes, the last one
+ * shorter; each leaves the xor of the 64-bit words it read, which for the `touch` forms are the first of every 64-byte line. `data` is
+ * 64-byte aligned, `bytes` and `chunk` are multiples of 256. */
+typedef struct {
+    const uint8_t *data;
+    int64_t bytes, chunk;
+    uint64_t *seen;        /* [chunks] */
+} roofline_read_args;
+
+void roofline_read_plain(const roofline_read_args *a, int64_t begin, int64_t end);
+void roofline_read_ahead_2k(const roofline_read_args *a, int64_t begin, int64_t end);
+void roofline_read_ahead_4k(const roofline_read_args *a, int64_t begin, int64_t end);
+void roofline_read_two(const roofline_read_args *a, int64_t begin, int64_t end);
+void roofline_read_four(const roofline_read_args *a, int64_t begin, int64_t end);
+void roofline_read_touch(const roofline_read_args *a, int64_t begin, int64_t end);
+void roofline_read_touch_ahead(const roofline_read_args *a, int64_t begin, int64_t end);
+void avx2_roofline_read(const roofline_read_args *a, int64_t begin, int64_t end);
+void avx2_roofline_read_ahead(const roofline_read_args *a, int64_t begin, int64_t end);
+
+/* Integer dots in registers: each item does `rounds` rounds of 128 (ssse3) or 256 (avx2) multiply-adds and leaves the sum of
+ * all products: 288 (ssse3) or 576 (avx2) a round, modulo 2^32. */
+typedef struct {
+    int64_t rounds;
+    uint32_t *seen;        /* [items] */
+} roofline_dot_args;
+
+void ssse3_roofline_dot(const roofline_dot_args *a, int64_t begin, int64_t end);
+void avx2_roofline_dot(const roofline_dot_args *a, int64_t begin, int64_t end);
 
 /* What the CPU (and the operating system, for AVX) supports, from CPUID: bit 0 ssse3, 1 sse4.1, 2 sse4.2, 3 popcnt, 4 avx,
  * 5 avx2, 6 fma, 7 f16c, 8 avx512f, 9 avx512vnni. */

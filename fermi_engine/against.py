@@ -13,8 +13,9 @@ import numpy as np
 
 from fermi_engine.engine import Engine
 from fermi_engine.errors import VerifyError
+from fermi_engine.model.decoder import Positions
 from fermi_engine.safetensors_header import read_header
-from fermi_engine.state import HybridState
+from fermi_engine.state import HybridState, KVPages
 
 DUMP_FORMAT = "fermi-engine-dump"
 DUMP_VERSION = "1"
@@ -58,13 +59,15 @@ def _fed(engine: Engine, dump: dict[str, np.ndarray]) -> Iterator[tuple[str, np.
     decoder = engine.decoder
     ids = dump["ids"]
     yield "embed", decoder.kernels.rows(decoder.embed_tokens, ids)
-    rope = decoder.rope(0, len(ids))
+    at = Positions.of(decoder, 0, len(ids))
     last = None
     for layer in decoder.layers:
         seen: dict[str, np.ndarray] = {}
-        state = HybridState.fresh(engine.config, engine.options.kv_block)
+        state = HybridState.fresh(engine.config, engine.options.kv_block).layers[layer.index]
+        if isinstance(state, KVPages):
+            state.reserve(len(ids))
         x = _input(dump, f"layers.{layer.index}.input", engine)
-        layer.forward(decoder.kernels, x, state, rope, decoder.mode, seen.__setitem__)
+        layer.forward(decoder.kernels, x, state, at, decoder.mode, seen.__setitem__)
         yield from seen.items()
         last = f"layers.{layer.index}.output"
     seen = {}

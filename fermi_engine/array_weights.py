@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from fermi_engine.config import ModelConfig
-from fermi_engine.formats import FORMATS, Matrix
+from fermi_engine.formats import FORMATS, Experts, Matrix
 
 CONFIG = "config"  # the array that holds the model's configuration as JSON text
 
@@ -41,10 +41,10 @@ class ArrayWeights:
         """A matrix [rows, cols] in the format it is given in."""
         return _matrix(*self._stored(name))
 
-    def expert(self, layer: int, expert: int) -> tuple[Matrix, Matrix]:
-        """gate_up [2I, H] and down [H, I] of one expert."""
+    def experts(self, layer: int) -> tuple[Experts, Experts]:
+        """gate_up [2I, H] and down [H, I] of all experts of a layer."""
         pair = [self._stored(f"layers.{layer}.mlp.experts.{part}") for part in ("gate_up_proj", "down_proj")]
-        gate_up, down = (_matrix(format, array[expert]) for format, array in pair)
+        gate_up, down = (Experts.join([_matrix(format, one) for one in array]) for format, array in pair)
         return gate_up, down
 
     def _stored(self, name: str) -> tuple[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The command line: convert, generate, verify, doctor, info.
+"""The command line: convert, generate, verify, bench, doctor, info.
 
 Only typer and rich are imported to answer --help; each command imports what it needs, after the CPU has been checked.
 Exit status: 0 done; 1 a check failed; 2 a mistake or an unusable file, told in one line; 130 interrupted; 141 the
@@ -44,11 +44,19 @@ Threads = Annotated[int | None, typer.Option("--threads", "-t", metavar="N", sho
                                              max=MOST_THREADS,
                                              help="Default: physical cores within affinity and CPU quota.")]
 Activations = Annotated[str, typer.Option(metavar="q8_0|f32", help="q8_0: integer products; f32: dequantised weights.")]
+Pin = Annotated[bool, typer.Option("--pin", help="Hold each thread on one core of its own.")]
+HyperThreads = Annotated[bool, typer.Option("--hyper-threads", help="Default --threads to all logical CPUs.")]
+Numa = Annotated[str | None, typer.Option(metavar="interleave|local|off", show_default=False,
+                                          help="Memory nodes to use; default: interleave where there are several.")]
+Load = Annotated[str, typer.Option(metavar="mmap|resident", help="Use the pack in place, or copy it into memory.")]
+HugePages = Annotated[bool, typer.Option("--huge-pages", help="Insist on 2 MiB pages, reading the pack anew where needed.")]
+Mlock = Annotated[bool, typer.Option("--mlock", help="Read all weights first and keep them from being paged out.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout in place of tables.")]
 
 
 def main() -> None:
     """Entry point of the console script."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's would spin on our cores while it is imported
     sys.exit(run(sys.argv[1:]))
 
 
@@ -204,6 +212,12 @@ def generate(
     ctx_size: Annotated[int | None, typer.Option("--ctx-size", "-c", metavar="N", show_default=False,
                                                  help="Longest sequence; default: the model's own.")] = None,
     activations: Activations = "q8_0",
+    pin: Pin = False,
+    hyper_threads: HyperThreads = False,
+    numa: Numa = None,
+    load: Load = "mmap",
+    huge_pages: HugePages = False,
+    mlock: Mlock = False,
     timing: Annotated[bool, typer.Option("--timing", help="Print times and tokens per second to stderr.")] = False,
 ) -> None:
     """Generate text from a prompt, a chat or token ids.
@@ -220,7 +234,8 @@ def generate(
         "repetition_penalty": repetition_penalty, "logit_bias": cli_generate.parse_bias(logit_bias or ()),
         "seed": seed, "stop": tuple(stop) if stop else None, "ignore_eos": ignore_eos or None,
     }
-    options = EngineConfig(activations=activations, backend=backend, threads=threads, ctx_size=ctx_size)
+    options = EngineConfig(activations=activations, backend=backend, threads=threads, ctx_size=ctx_size,
+                           pin=pin, hyper_threads=hyper_threads, numa=numa, load=load, huge_pages=huge_pages, mlock=mlock)
     cli_generate.run(cli_generate.Request(
         model, prompt, chat, ids, system, tools, think, show_reasoning, raw, timing, format, sampling, options))
 
@@ -255,6 +270,38 @@ def verify(
         passed = cli_verify.stages(backend, stage or [], as_json)
     if not passed:
         raise typer.Exit(FAILED)
+
+
+@app.command()
+def bench(
+    model: Annotated[Path, typer.Option("--model", "-m", metavar="M", show_default=False,
+                                        help="Pack, or checkpoint directory (converted once into the cache).")],
+    threads: Annotated[list[str] | None, typer.Option("--threads", "-t", metavar="N,...", show_default=False,
+                                                      help="Thread counts to measure; default: physical cores.")] = None,
+    prefill: Annotated[list[str], typer.Option(metavar="P,...", help="Prompt lengths; 0 leaves prefill out.")] = ["128"],  # noqa: B006
+    decode: Annotated[int, typer.Option(metavar="D", min=0, max=1 << 20,
+                                        help="Tokens decoded in each repeat; 0 leaves decode out.")] = 32,
+    context: Annotated[list[str], typer.Option(metavar="C,...", help="Tokens before the decoded ones.")] = ["128"],  # noqa: B006
+    repeat: Annotated[int, typer.Option(metavar="R", min=1, max=1000, help="Medians are over this many.")] = 3,
+    kv_format: Annotated[str, typer.Option(metavar="f32|f16|q8_0", help="Format of the key/value cache.")] = "f32",
+    backend: Backend = None,
+    activations: Activations = "q8_0",
+    timing: Annotated[bool, typer.Option("--timing", help="Also where the time goes, op by op.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure prefill and decode, and the machine's limits beside them.
+
+    Refuses where a stage of the backends in use is red. Random token ids, no sampling; contexts are synthetic.
+    """
+    _check_cpu()
+    from fermi_engine import cli_bench
+    from fermi_engine.bench import Plan
+    from fermi_engine.config import EngineConfig
+
+    lengths = tuple(n for n in cli_bench.parse_counts("--prefill", prefill) if n)
+    plan = Plan(lengths, decode, cli_bench.parse_counts("--context", context), repeat, timing)
+    options = EngineConfig(activations=activations, backend=backend, kv_format=kv_format)
+    cli_bench.run(model, plan, cli_bench.parse_counts("--threads", threads or ()), options, as_json)
 
 
 @app.command()

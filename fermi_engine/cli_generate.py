@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from fermi_engine.config import MOST_THREADS, EngineConfig
 from fermi_engine.engine import Engine
 from fermi_engine.errors import FermiError, RequestError
 from fermi_engine.generate import Finish, Piece, Stream
+from fermi_engine.kernels.threads import describe
 from fermi_engine.sampling import SamplingParams
 from fermi_engine.timeline import Timeline
 from fermi_engine.tokenizer import json_object
@@ -50,7 +51,7 @@ def run(request: Request) -> None:
     tools = None if request.tools is None else _read_tools(request.tools)
     ids = None if request.ids is None else parse_ids(request.ids)
     start = time.perf_counter()
-    with report.progress("converting") as progress:
+    with report.progress("loading") as progress:
         engine = Engine.load(request.model, request.format, config=request.options, progress=progress)
     report.note(status_line(engine) + (f", loaded in {time.perf_counter() - start:.2f} s" if request.timing else ""))
     writer = _Writer(request.show_reasoning)
@@ -64,11 +65,12 @@ def run(request: Request) -> None:
 
 
 def status_line(engine: Engine) -> str:
-    """Model type, format, bytes of the mapped file, backends and threads, in one line."""
+    """Model type, format, bytes of the pack and where they lie, backends and threads, in one line."""
     backends = "+".join(sorted(set(engine.kernels.backends.values()), reverse=True))
-    threads = min(engine.kernels.threads, MOST_THREADS)
+    options = engine.options
+    threads = describe(min(engine.kernels.threads, MOST_THREADS), hyper_threads=options.hyper_threads, pin=options.pin)
     return (f"{engine.config.model_type}, {engine.pack.default_format}, {report.size(engine.pack.info()['bytes'])} "
-            f"mapped, {backends}, {threads} thread{'s' if threads > 1 else ''}")
+            f"{engine.pack.placed}, {backends}, {threads}")
 
 
 def parse_ids(text: str) -> list[int]:
@@ -143,11 +145,15 @@ class Conversation:
     def answer(self, ids: list[int], writer: _Writer, reasoning_open: bool = False, as_ids: bool = False) -> Finish:
         """Stream the continuation of `ids` to the writer."""
         self.timeline.begin()
+        clock = self.engine.kernels.clock
+        if self.request.timing:
+            clock.start()
         start = time.perf_counter()
         stream = self.engine.generate(ids, self.params, session=self.timeline, reasoning_open=reasoning_open)
         finish = writer.write(stream, as_ids)
         if self.request.timing:
             report.note(_timing(self.timeline, finish, time.perf_counter() - start))
+            report.note(_shares(*clock.stop()))
         return finish
 
     def _encode(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
@@ -260,6 +266,14 @@ def _timing(timeline: Timeline, finish: Finish, total_s: float) -> str:
     return (f"prefill {timeline.evaluated} of {finish.prompt_tokens} tokens, "
             f"{report.rate(timeline.evaluated, timeline.prefill_s)} | decode {timeline.decoded} tokens, "
             f"{report.rate(timeline.decoded, decode_s)} | finish: {finish.reason}")
+
+
+def _shares(seconds: Mapping[str, float], wall_s: float) -> str:
+    """Where the time went: every op of at least one percent, the other ops, and what is outside of ops; parts add up."""
+    shown = {op: s for op, s in seconds.items() if s >= 0.01 * wall_s}
+    rest = {"other ops": sum(seconds.values()) - sum(shown.values()), "Python and sampling": wall_s - sum(seconds.values())}
+    parts = ", ".join(f"{name} {1e3 * s:.1f}" for name, s in {**shown, **rest}.items())
+    return f"{1e3 * wall_s:.1f} ms: {parts}"
 
 
 def _check(request: Request) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ def examine(root: Path = Path("/")) -> Findings:
     found.facts["NUMA nodes"] = _numa(root)
     found.facts["memory"] = _memory(root)
     found.facts["huge pages"] = _huge_pages(root)
+    found.facts["locked memory"] = _locked(root)
     if found.problems:
         found.facts["cache"] = UNKNOWN
     else:
@@ -126,6 +128,15 @@ def _huge_pages(root: Path) -> str:
     page, count = _kilobytes(text, "Hugepagesize:"), _word(text, "HugePages_Total:")
     reserved = f", {count if count != '0' else 'none'} of {size(page)} reserved" if page and count else ""
     return f"transparent: {chosen}{reserved}"
+
+
+def _locked(root: Path) -> str:
+    """How much --mlock may lock; the limit binds nobody who has CAP_IPC_LOCK."""
+    capabilities = _word(read(root / "proc/self/status") or "", "CapEff:") or "0"
+    hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    if hard == resource.RLIM_INFINITY or int(capabilities, 16) >> 14 & 1:
+        return "no limit"
+    return f"at most {size(hard)}; --mlock needs the size of the model: raise `ulimit -l` for it"
 
 
 def _cache() -> str:

@@ -8,10 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fermi_engine import kernels
+from fermi_engine import kernels, memory
 from fermi_engine.config import EngineConfig, ModelConfig
 from fermi_engine.errors import ConfigError, RequestError
 from fermi_engine.formats import FORMATS
+from fermi_engine.kernels.threads import cpus_to_pin, default_threads
 
 if TYPE_CHECKING:
     from fermi_engine.generate import Stream
@@ -29,7 +30,9 @@ class Engine:
 
         self.pack, self.options = pack, options
         self.config: ModelConfig = pack.config
-        self.kernels = kernels.get(options.backend, options.threads)
+        count = options.threads or default_threads(hyper_threads=options.hyper_threads)
+        self.kernels = kernels.get(options.backend, count)
+        self.kernels.pin(cpus_to_pin(count, hyper_threads=options.hyper_threads) if options.pin else [])
         self.decoder = Decoder(pack, self.kernels, options.activations)
 
     @classmethod
@@ -45,7 +48,9 @@ class Engine:
         """Load a pack, or a checkpoint directory (converted once into a cache).
 
         format: 'q4_0' (default), 'q8_0', 'f16' or 'f32' for a directory; for a pack it must be absent or the pack's own.
-        backend, threads: shorthands for the fields of `config`. progress(done_bytes, total_bytes, tensor): conversion.
+        backend, threads: shorthands for the fields of `config`. progress(done_bytes, total_bytes, what): converting,
+        reading, copying. On a machine with several memory nodes this sets the memory policy of the calling thread, for
+        good, unless config.numa is 'off'.
         Raises PackError, CheckpointError, FormatError, ConfigError, BackendError.
         """
         options = config or EngineConfig()
@@ -54,7 +59,11 @@ class Engine:
         if format is not None and format not in FORMATS:
             raise ConfigError(f"unknown format {format!r}; choose from {', '.join(FORMATS)}")
         kernels.get(options.backend, options.threads)  # an impossible backend fails before minutes of conversion
-        return cls(_open_pack(Path(path), format, progress), options)
+        placement = memory.settle(options.numa)  # before anything is read and any thread is started
+        pack = _open_pack(Path(path), format, progress)
+        pack.place(lambda mapping, fd: memory.prepare(mapping, fd, placement, load=options.load, mlock=options.mlock,
+                                                      huge_pages=options.huge_pages, progress=progress))
+        return cls(pack, options)
 
     @property
     def pack_hash(self) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -251,3 +252,59 @@ class Matrix:
     def dequantize(self) -> np.ndarray:
         """The values the stored bytes stand for, f32 [rows, cols]."""
         return FORMATS[self.format].dequantize(self.plain())
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """One matrix of every expert of a layer, `stride` bytes apart in flat uint8 `data`, which starts with expert 0's."""
+
+    format: str
+    count: int
+    rows: int
+    cols: int
+    stride: int
+    data: np.ndarray = field(repr=False)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether it is stored as blocks of codes."""
+        return self.format in ("q4_0", "q8_0")
+
+    def matrix(self, expert: int) -> Matrix:
+        """One expert's matrix, zero copy. IndexError beyond the last."""
+        if not 0 <= expert < self.count:
+            raise IndexError(f"expert {expert} of {self.count}")
+        groups, width = FORMATS[self.format].stored_shape(self.rows, self.cols)
+        begin = expert * self.stride
+        return Matrix(self.format, self.rows, self.cols, self.data[begin : begin + groups * width].reshape(groups, width))
+
+    @classmethod
+    def join(cls, matrices: list[Matrix]) -> Experts:
+        """Matrices of one shape and format, copied side by side."""
+        first = matrices[0]
+        data = np.concatenate([matrix.data.reshape(-1).view(np.uint8) for matrix in matrices])
+        return cls(first.format, len(matrices), first.rows, first.cols, first.nbytes, data)
+
+
+class KVLayout(Protocol):
+    """A layer's key/value cache as kernels see it: csrc/kernels.h, kv_append."""
+
+    kv_heads: int
+    page_tokens: int
+    head_dim: int
+    format: str
+    k_table: np.ndarray
+    v_table: np.ndarray
+
+    @property
+    def capacity(self) -> int:
+        """Positions that have a page."""
+
+
+def kv_row_bytes(format: str, head_dim: int) -> int:
+    """Bytes of one head's key or value in the cache. ConfigError for an unknown format or a head it cannot hold."""
+    if format not in ("f32", "f16", "q8_0"):
+        raise ConfigError(f"unknown key/value format {format!r}; choose one of f32, f16, q8_0")
+    if format == "q8_0" and head_dim % 32:
+        raise ConfigError(f"heads of {head_dim} do not divide into blocks of 32: choose f16 or f32 for keys and values")
+    return {"f32": 4 * head_dim, "f16": 2 * head_dim, "q8_0": head_dim + head_dim // 16}[format]

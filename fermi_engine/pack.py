@@ -22,7 +22,7 @@ import numpy as np
 
 from fermi_engine.config import ModelConfig
 from fermi_engine.errors import ConfigError, FormatError, PackError
-from fermi_engine.formats import FORMATS, Matrix
+from fermi_engine.formats import FORMATS, Experts, Matrix
 from fermi_engine.pack_layout import LINE, PAGE, Blob, Part, blob_name, parse_part
 from fermi_engine.safetensors_header import Entry, Header, read_header
 from fermi_engine.shapes import expected_shapes
@@ -73,6 +73,7 @@ class Pack:
         self.unused: list[str] = fields["unused"]
         self._layout: dict[str, Part | Blob] = fields["tensors"]
         self._mapping: np.ndarray | None = np.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), np.uint8)
+        self.placed = "mapped"  # how and where the weights lie, in words
         self._check_layout()
         self._digests, self.hash = self._check_seal(header_bytes)
         self._check_model()
@@ -101,11 +102,27 @@ class Pack:
             self._mapping = None
             os.close(self._fd)
 
+    def place(self, prepare: Callable[[np.ndarray, int], tuple[np.ndarray, str]]) -> None:
+        """Let `prepare(mapping, file descriptor)` read, lock or replace the mapping; before any view is handed out.
+
+        Closes the pack when that fails.
+        """
+        try:
+            self._mapping, self.placed = prepare(self._mapped(), self._fd)
+        except BaseException:
+            self.close()
+            raise
+
     def __enter__(self) -> Pack:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def mapped(self) -> np.ndarray:
+        """The whole file as it is mapped, read-only uint8. PackError after `close`."""
+        return self._mapped()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -140,15 +157,17 @@ class Pack:
                             "convert the checkpoint again")
         return part.matrix(self._bytes(name))
 
-    def expert(self, layer: int, expert: int) -> tuple[Matrix, Matrix]:
-        """gate_up [2*moe_intermediate, hidden] and down [hidden, moe_intermediate] of one expert, zero copy."""
+    def experts(self, layer: int) -> tuple[Experts, Experts]:
+        """gate_up [2*moe_intermediate, hidden] and down [hidden, moe_intermediate] of all experts of a layer, zero copy."""
         name = blob_name(layer)
         self._entry(name)
-        blob = self._layout[name]
-        if not 0 <= expert < blob.experts:
-            raise IndexError(f"expert {expert} of {blob.experts} in layer {layer}")
-        data = self._bytes(name)[expert * blob.stride:(expert + 1) * blob.stride]
-        return blob.gate_up.matrix(data), blob.down.matrix(data)
+        gate_up, down = self._layout[name].projections(self._bytes(name))
+        return gate_up, down
+
+    def expert(self, layer: int, expert: int) -> tuple[Matrix, Matrix]:
+        """The two matrices of one expert, zero copy. IndexError beyond the last."""
+        gate_up, down = self.experts(layer)
+        return gate_up.matrix(expert), down.matrix(expert)
 
     def info(self) -> dict[str, Any]:
         """Sizes and facts for printing; `formats` counts tensors, weights and stored bytes, padding rows included."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fermi_engine.formats import FORMATS, Matrix
+from fermi_engine.formats import FORMATS, Experts, Matrix
 
 PAGE, LINE = 4096, 64  # bytes: alignment of experts, and of everything else
 
@@ -39,6 +39,11 @@ class Blob(NamedTuple):
     down: Part
     stride: int
     experts: int
+
+    def projections(self, data: np.ndarray) -> list[Experts]:
+        """gate_up and down in the flat uint8 `data` of the blob; no copy."""
+        return [Experts(part.format, self.experts, part.rows, part.cols, self.stride, data[part.offset:])
+                for part in (self.gate_up, self.down)]
 
 
 def blob_name(layer: int) -> str:

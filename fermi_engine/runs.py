@@ -47,9 +47,11 @@ def gated_attention(k: CpuKernels, a: Arrays) -> Arrays:
     weights = ArrayWeights(a)
     start, tokens = len(a["past_k"]), len(a["x"])
     cache = KVPages(weights.config.num_key_value_heads, int(a["page_tokens"]), weights.config.head_dim)
-    cache.append(0, a["past_k"], a["past_v"])
+    cache.reserve(start + tokens)
+    if start:
+        k.kv_append(cache, np.zeros(1, np.int64), a["past_k"], a["past_v"])
     tables = RotaryTables(weights.config).at(k, a["positions"])
-    y = GatedAttention(weights, 0).forward(k, k.activations(a["x"]), cache, start, tables, "f32", silent)
+    y = GatedAttention(weights, 0).forward(k, k.activations(a["x"]), cache, np.array([start], np.int64), tables, "f32", silent)
     keys, values = cache.filled(start + tokens)
     return {"y": y, "k": keys, "v": values}
 

@@ -37,7 +37,9 @@ class Session:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._tokens: list[int] = []
-        self._state: HybridState | None = HybridState.fresh(engine.config, engine.options.kv_block)
+        self._state: HybridState | None = HybridState.fresh(
+            engine.config, engine.options.kv_block, engine.options.kv_format
+        )
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -67,15 +69,23 @@ class Session:
         Raises RequestError for no ids, ids outside the vocabulary, or more tokens than the context holds.
         """
         checked = self._checked(ids)
-        hidden = None
         with self._moving():
-            for begin, block in self._blocks(checked):
-                hidden = self.engine.decoder.hidden(block, self.state)
-                if progress is not None:
-                    progress(begin + len(block), len(checked))
-            logits = self.engine.decoder.logits(hidden[-1:])[0]
+            logits = self._prefill(checked, progress)
         self._tokens.extend(checked.tolist())
         return logits
+
+    def _prefill(self, ids: np.ndarray, progress: Callable[[int, int], None] | None) -> np.ndarray:
+        decoder = self.engine.decoder
+        if len(ids) == 1:
+            logits = decoder.step(int(ids[0]), self.state)
+            if progress is not None:
+                progress(1, 1)
+            return logits
+        for begin, block in self._blocks(ids):
+            hidden = decoder.hidden(block, self.state)
+            if progress is not None:
+                progress(begin + len(block), len(ids))
+        return decoder.logits(hidden[-1:])[0]
 
     def logits(self, ids: Sequence[int], trace: Trace = silent) -> np.ndarray:
         """Append ids; logits after each of them, float32 [T, vocab]. Raises as `prefill`."""
@@ -128,7 +138,8 @@ class Session:
         """Until the call has gone through, the state counts as lost."""
         state = self.state
         try:
-            yield
+            with self.engine.decoder.kernels.held():
+                yield
         except BaseException:
             self._state = None
             raise

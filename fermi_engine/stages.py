@@ -14,11 +14,13 @@ import numpy as np
 
 from fermi_engine import kernels, runs
 from fermi_engine.compare import All, Arrays, Divergence, Exact, Rounding, Rule, Tokens, TwiceReference, Ulp
-from fermi_engine.formats import FORMATS, Matrix
-from fermi_engine.kernels.cpu import CpuKernels, Q8Rows
+from fermi_engine.formats import FORMATS, Experts, Matrix
+from fermi_engine.kernels.cpu import KV_FORMATS, CpuKernels, ExpertRows, Q8Rows
 from fermi_engine.runs import own
+from fermi_engine.state import KVPages
 
 Compute = Callable[[CpuKernels, Arrays], Arrays]
+UNWRITTEN = 0xA5  # byte of a page before anything is appended
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,32 @@ def _stored(k: CpuKernels, format: str, plain: np.ndarray) -> Matrix:
 
 
 def _product(op: str, format: str) -> Compute:
+    """Of the activation rows in order (gemv: the first) with block dots, and of those that `source` names without."""
     def compute(k: CpuKernels, a: Arrays) -> Arrays:
-        q = Q8Rows(a["codes"], a["d"], a["sums"])
-        isums = k.empty((len(q.codes), len(a["w"]), q.d.shape[1]), np.int32)
-        return {"isums": isums, "y": k.matmul_q8(op, q, _stored(k, format, a["w"]), isums)}
+        q, w = Q8Rows(a["codes"], a["d"], a["sums"]), _stored(k, format, a["w"])
+        plain = Q8Rows(*(part[: 1 if "gemv" in op else None] for part in q))
+        isums = k.empty((len(plain.codes), w.rows, q.d.shape[1]), np.int32)
+        return {"isums": isums, "y": k.matmul_q8(op, plain, w, isums), "picked": k.matmul_q8(op, q, w, source=a["source"])}
     return compute
+
+
+def _grouped_product(format: str) -> Compute:
+    """w uint8 [E, rows, bytes] with `gap` bytes 0xff after each expert; activation rows of tokens, then rows in order."""
+    def compute(k: CpuKernels, a: Arrays) -> Arrays:
+        q, work = Q8Rows(a["codes"], a["d"], a["sums"]), ExpertRows(*(a[name] for name in ExpertRows._fields))
+        experts = _experts(k, format, a["w"], int(a["gap"]))
+        return {name: k.grouped_gemm(q, experts, work, gathered) for name, gathered in (("tokens", False), ("rows", True))}
+    return compute
+
+
+def _experts(k: CpuKernels, format: str, plain: np.ndarray, gap: int) -> Experts:
+    matrices = [_stored(k, format, one) for one in plain]
+    first = matrices[0]
+    data = k.empty((len(matrices), first.nbytes + gap), np.uint8)
+    data[...] = 0xFF
+    for row, matrix in zip(data, matrices, strict=True):
+        row[: first.nbytes] = matrix.data.reshape(-1)
+    return Experts(format, len(matrices), first.rows, first.cols, first.nbytes + gap, data.reshape(-1))
 
 
 def _dequantize(format: str) -> Compute:
@@ -111,25 +134,69 @@ def _rope(k: CpuKernels, a: Arrays) -> Arrays:
     return {"x": k.rope(own(k, a["x"]), a["cos"], a["sin"])}
 
 
+def _cache(k: CpuKernels, format: str, length: int, kv_heads: int, head_dim: int, page_tokens: int) -> KVPages:
+    """Pages for `length` positions, as they come from the kernels."""
+    dtype = np.float32 if format == "f32" else np.float16
+
+    def allocate(shape: tuple[int, ...]) -> np.ndarray:
+        return k.empty((*shape[:-1], shape[-1] // np.dtype(dtype).itemsize), dtype).view(np.uint8)
+
+    cache = KVPages(kv_heads, page_tokens, head_dim, format, allocate)
+    cache.reserve(length)
+    return cache
+
+
+def _kv_append(k: CpuKernels, a: Arrays) -> Arrays:
+    """k and v [start + T, HKV, D], the first `start` in a call of their own, into pages that hold bytes 0xa5 -> all bytes of
+    all pages, for each format."""
+    out, length, start = {}, len(a["k"]), int(a["start"])
+    for format in _formats(a["k"].shape[2]):
+        cache = _cache(k, format, length, *a["k"].shape[1:], int(a["page_tokens"]))
+        for page in (*cache.keys, *cache.values):
+            page[...] = UNWRITTEN
+        for begin, end in ((0, start), (start, length)):
+            if begin < end:
+                k.kv_append(cache, np.array([begin], np.int64), a["k"][begin:end], a["v"][begin:end])
+        out |= {f"{format}.k": np.stack(cache.keys), f"{format}.v": np.stack(cache.values)}
+    return out
+
+
+def _formats(head_dim: int) -> tuple[str, ...]:
+    return KV_FORMATS if head_dim % 32 == 0 else KV_FORMATS[:2]
+
+
 def _attention(k: CpuKernels, a: Arrays) -> Arrays:
-    """k and v [start + T, HKV, D] in pages of `page_tokens`; what lies beyond them is left as it comes."""
-    start = len(a["k"]) - len(a["q"])
-    pages = [_paged(k, a[name], int(a["page_tokens"])) for name in ("k", "v")]
-    return {"o": k.attention(a["q"], *pages, start, float(a["scale"]))}
+    """`<format>.k` and `<format>.v` [start + T, HKV, row bytes] in pages of `page_tokens`, whose rest is left as it comes ->
+    o under the format's name."""
+    tokens, _, head_dim = a["q"].shape
+    out = {}
+    for format in _formats(head_dim):
+        rows = [a[f"{format}.{name}"] for name in ("k", "v")]
+        length, kv_heads, _ = rows[0].shape
+        cache = _cache(k, format, length, kv_heads, head_dim, int(a["page_tokens"]))
+        for part, pages in zip(rows, (cache.keys, cache.values), strict=True):
+            _fill(pages, part)
+        out[format] = k.attention(a["q"], cache, np.array([length - tokens], np.int64), float(a["scale"]))
+    return out
 
 
-def _paged(k: CpuKernels, rows: np.ndarray, page_tokens: int) -> list[np.ndarray]:
-    pages = []
-    for first in range(0, len(rows), page_tokens):
-        part = rows[first:first + page_tokens].transpose(1, 0, 2)
-        pages.append(k.empty((rows.shape[1], page_tokens, rows.shape[2])))
-        pages[-1][:, :part.shape[1]] = part
-    return pages
+def _fill(pages: list[np.ndarray], rows: np.ndarray) -> None:
+    step = pages[0].shape[1]
+    for page, first in zip(pages, range(0, len(rows), step), strict=True):
+        part = rows[first:first + step].transpose(1, 0, 2)
+        page[:, :part.shape[1]] = part
 
 
 def _router_topk(k: CpuKernels, a: Arrays) -> Arrays:
     ids, weights = k.router_topk(a["logits"], int(a["k"]))
     return {"ids": ids, "weights": weights}
+
+
+def _expert_rows(k: CpuKernels, a: Arrays) -> Arrays:
+    """The work list; hit and first as far as there are hits."""
+    work = k.expert_rows(a["ids"], int(a["experts"]))
+    hits = int(work.hits[0])
+    return work._replace(hit=work.hit[:hits], first=work.first[: hits + 1])._asdict()
 
 
 def _swiglu(k: CpuKernels, a: Arrays) -> Arrays:
@@ -231,9 +298,29 @@ def decoder_chain(a: Arrays) -> float:
 def score_softmax(a: Arrays) -> float:
     """The scale's product and the difference from the maximum round a score s by u |s| each, which exp makes relative;
     then exp, the product with the value, and the quotient."""
-    keys = np.repeat(a["k"], a["q"].shape[1] // a["k"].shape[1], axis=1)
-    scores = np.einsum("thd,shd->hts", a["q"], keys, dtype=np.float64) * float(a["scale"])
-    return 2 * np.abs(scores).max() + 2 * EXP_ULP + 2
+    largest = 0.0
+    for keys in _cached(a, "k"):
+        keys = np.repeat(keys, a["q"].shape[1] // keys.shape[1], axis=1)
+        scores = np.einsum("thd,shd->hts", a["q"], keys, dtype=np.float64) * float(a["scale"])
+        largest = max(largest, np.abs(scores).max())
+    return 2 * largest + 2 * EXP_ULP + 2
+
+
+def _cached(a: Arrays, name: str) -> list[np.ndarray]:
+    """Keys or values [S, HKV, D] as each format stands for them."""
+    head_dim, found = a["q"].shape[2], []
+    for format in _formats(head_dim):
+        rows = a[f"{format}.{name}"]
+        cache = KVPages(rows.shape[1], len(rows), head_dim, format)
+        cache.reserve(len(rows))
+        _fill(cache.keys, rows)
+        found.append(cache.filled(len(rows))[0])
+    return found
+
+
+def cached_size(a: Arrays) -> float:
+    """Largest value in any format, which may cancel."""
+    return max(float(np.abs(values).max()) for values in _cached(a, "v"))
 
 
 def value_size(a: Arrays) -> float:
@@ -246,7 +333,8 @@ def read_size(a: Arrays) -> float:
     return value_size(a) * float(np.sqrt(np.square(a["q"]).sum(-1)).max())
 
 
-_MATMUL = All(isums=Exact(), y=Rounding(block_sum, block_gain))
+_MATMUL = All(Rounding(block_sum, block_gain), isums=Exact())
+_GROUPED = Rounding(block_sum, block_gain)
 _DELTA_RULE = All(o=TwiceReference(DELTA_STEP, read_size), state=TwiceReference(DELTA_STEP, value_size))
 
 def _kernel(name: str, compute: Compute, compare: Rule) -> Stage:
@@ -267,6 +355,8 @@ STAGES = (
     _kernel("gemm_q4_0_q8_0",  _product("gemm_q4_0_q8_0", "q4_0"),  _MATMUL),
     _kernel("gemv_q8_0_q8_0",  _product("gemv_q8_0_q8_0", "q8_0"),  _MATMUL),
     _kernel("gemm_q8_0_q8_0",  _product("gemm_q8_0_q8_0", "q8_0"),  _MATMUL),
+    _kernel("grouped_gemm_q4_0_q8_0", _grouped_product("q4_0"),     _GROUPED),
+    _kernel("grouped_gemm_q8_0_q8_0", _grouped_product("q8_0"),     _GROUPED),
     _kernel("dequantize_q4_0", _dequantize("q4_0"),                 Exact()),
     _kernel("dequantize_q8_0", _dequantize("q8_0"),                 Exact()),
     _kernel("dequantize_f16",  _dequantize("f16"),                  Exact()),
@@ -279,8 +369,10 @@ STAGES = (
     _kernel("gdn_recurrent",   _gdn_recurrent,                      _DELTA_RULE),
     _kernel("rope_tables",     _rope_tables,                        All(cos=Ulp(COS_ULP), sin=Ulp(SIN_ULP))),
     _kernel("rope",            _rope,                               Rounding(2)),
-    _kernel("attention",       _attention,                          TwiceReference(score_softmax, value_size)),
+    _kernel("kv_append",       _kv_append,                          Exact()),
+    _kernel("attention",       _attention,                          TwiceReference(score_softmax, cached_size)),
     _kernel("router_topk",     _router_topk,                        All(ids=Exact(), weights=Rounding(chosen_softmax))),
+    _kernel("expert_rows",     _expert_rows,                        Exact()),
     _kernel("swiglu",          _swiglu,                             Rounding(SWIGLU, up_gain)),
     _kernel("sigmoid_mul",     _sigmoid_mul,                        Rounding(LOGISTIC + 1, x_gain)),
     _kernel("moe_combine",     _moe_combine,                        Rounding(weighted_rows)),

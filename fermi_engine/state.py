@@ -6,11 +6,16 @@ A recurrent state cannot be rewound, so all parts always stand at the same token
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from fermi_engine.config import ModelConfig
+from fermi_engine.formats import kv_row_bytes
+
+FIRST_PAGES = 64  # entries of a page table to begin with
 
 
 @dataclass
@@ -24,61 +29,106 @@ class DeltaState:
         return DeltaState(self.conv.copy(), self.recurrent.copy())
 
 
-@dataclass
+def _zeros(shape: tuple[int, ...]) -> np.ndarray:
+    return np.zeros(shape, np.uint8)
+
+
 class KVPages:
-    """Keys and values in pages of `page_tokens` positions, each [kv_heads, page_tokens, D]; unused rows are zero."""
+    """Keys and values in pages of `page_tokens` positions, uint8 [kv_heads, page_tokens, row bytes] in one of the formats of
+    formats.kv_row_bytes; unused rows are zero. Kernels find them through two tables of addresses (formats.KVLayout)."""
 
-    kv_heads: int
-    page_tokens: int
-    head_dim: int
-    keys: list[np.ndarray] = field(default_factory=list)
-    values: list[np.ndarray] = field(default_factory=list)
+    def __init__(self, kv_heads: int, page_tokens: int, head_dim: int, format: str = "f32",
+                 allocate: Callable[[tuple[int, ...]], np.ndarray] = _zeros) -> None:
+        self.kv_heads, self.page_tokens, self.head_dim, self.format = kv_heads, page_tokens, head_dim, format
+        self._allocate = allocate  # uint8 pages
+        self.row_bytes = kv_row_bytes(format, head_dim)
+        self.keys: list[np.ndarray] = []
+        self.values: list[np.ndarray] = []
+        self.k_table, self.v_table = np.zeros(FIRST_PAGES, np.uintp), np.zeros(FIRST_PAGES, np.uintp)
 
-    def append(self, start: int, k: np.ndarray, v: np.ndarray) -> None:
-        """Write k, v [T, kv_heads, D] at positions start.. ; pages are added as needed."""
-        end = start + k.shape[0]
-        while len(self.keys) * self.page_tokens < end:
-            shape = (self.kv_heads, self.page_tokens, self.head_dim)
-            self.keys.append(np.zeros(shape, np.float32))
-            self.values.append(np.zeros(shape, np.float32))
-        at = start
-        while at < end:
-            page, row = divmod(at, self.page_tokens)
-            count = min(self.page_tokens - row, end - at)
-            source = slice(at - start, at - start + count)
-            self.keys[page][:, row : row + count] = k[source].transpose(1, 0, 2)
-            self.values[page][:, row : row + count] = v[source].transpose(1, 0, 2)
-            at += count
+    @property
+    def capacity(self) -> int:
+        """Positions that have a page."""
+        return len(self.keys) * self.page_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(page.nbytes for page in (*self.keys, *self.values))
+
+    def reserve(self, end: int) -> bool:
+        """Have pages for the positions before `end`; whether the tables had to move for it."""
+        pages = -(-end // self.page_tokens)
+        moved = pages > len(self.k_table)
+        if moved:
+            size = max(pages, 2 * len(self.k_table))
+            self.k_table, self.v_table = _longer(self.k_table, size), _longer(self.v_table, size)
+        while len(self.keys) < pages:
+            shape = (self.kv_heads, self.page_tokens, self.row_bytes)
+            self._add(self._allocate(shape), self._allocate(shape))
+        return moved
+
+    def _add(self, keys: np.ndarray, values: np.ndarray) -> None:
+        page = len(self.keys)
+        self.keys.append(keys)
+        self.values.append(values)
+        self.k_table[page], self.v_table[page] = keys.ctypes.data, values.ctypes.data
 
     def filled(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of the first `length` positions, [length, kv_heads, D] each: for checks, page size forgotten."""
-        if not self.keys:
-            empty = np.zeros((0, self.kv_heads, self.head_dim), np.float32)
-            return empty, empty
-        join = [np.concatenate(pages, axis=1)[:, :length].transpose(1, 0, 2) for pages in (self.keys, self.values)]
-        return join[0], join[1]
+        """Keys and values of the first `length` positions, float32 [length, kv_heads, D] each: for checks, page size and
+        format forgotten."""
+        rows = [self._joined(pages)[:, :length] for pages in (self.keys, self.values)]
+        keys, values = (self._values(part).transpose(1, 0, 2) for part in rows)
+        return keys, values
+
+    def _joined(self, pages: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate(pages, axis=1) if pages else np.zeros((self.kv_heads, 0, self.row_bytes), np.uint8)
+
+    def _values(self, rows: np.ndarray) -> np.ndarray:
+        rows = np.ascontiguousarray(rows)
+        if self.format == "f32":
+            return rows.view(np.float32)
+        if self.format == "f16":
+            return rows.view(np.float16).astype(np.float32)
+        codes = rows[..., : self.head_dim].view(np.int8).astype(np.float32)
+        d = np.ascontiguousarray(rows[..., self.head_dim :]).view(np.float16).astype(np.float32)
+        return codes * np.repeat(d, 32, axis=-1)
 
     def copy(self) -> KVPages:
-        return KVPages(
-            self.kv_heads,
-            self.page_tokens,
-            self.head_dim,
-            [page.copy() for page in self.keys],
-            [page.copy() for page in self.values],
-        )
+        other = KVPages(self.kv_heads, self.page_tokens, self.head_dim, self.format)
+        other.k_table, other.v_table = np.zeros_like(self.k_table), np.zeros_like(self.v_table)
+        for keys, values in zip(self.keys, self.values, strict=True):
+            other._add(keys.copy(), values.copy())
+        return other
+
+
+def _longer(table: np.ndarray, size: int) -> np.ndarray:
+    longer = np.zeros(size, table.dtype)
+    longer[: len(table)] = table
+    return longer
 
 
 @dataclass
 class HybridState:
-    """State of all layers after `position` tokens; `layers[i]` is a DeltaState or KVPages by the layer's type."""
+    """State of all layers after `position` tokens; `layers[i]` is a DeltaState or KVPages by the layer's type.
+
+    `program` is the decoder's: kernel calls recorded over exactly these arrays, dropped when one of them moves.
+    """
 
     position: int
     layers: list[DeltaState | KVPages]
+    program: Any = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def fresh(cls, config: ModelConfig, kv_block: int) -> HybridState:
-        """The state before the first token."""
-        return cls(0, [_fresh_layer(config, kind, kv_block) for kind in config.layer_types])
+    def fresh(cls, config: ModelConfig, kv_block: int, kv_format: str = "f32") -> HybridState:
+        """The state before the first token. ConfigError where keys do not fit `kv_format`."""
+        return cls(0, [_fresh_layer(config, kind, kv_block, kv_format) for kind in config.layer_types])
+
+    def reserve(self, end: int) -> None:
+        """Have room for the keys and values of all positions before `end`."""
+        for layer in self.layers:
+            if isinstance(layer, KVPages) and layer.reserve(end):
+                self.program = None
 
     def copy(self) -> HybridState:
         """Independent deep copy."""
@@ -95,9 +145,9 @@ class HybridState:
         return named
 
 
-def _fresh_layer(c: ModelConfig, kind: str, kv_block: int) -> DeltaState | KVPages:
+def _fresh_layer(c: ModelConfig, kind: str, kv_block: int, kv_format: str) -> DeltaState | KVPages:
     if kind == "full_attention":
-        return KVPages(c.num_key_value_heads, kv_block, c.head_dim)
+        return KVPages(c.num_key_value_heads, kv_block, c.head_dim, kv_format)
     conv = np.zeros((c.linear_conv_kernel_dim - 1, c.conv_dim), np.float32)
     shape = (c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
     return DeltaState(conv, np.zeros(shape, np.float32))

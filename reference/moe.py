@@ -28,6 +28,19 @@ def route(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return order.indices[:, :k], order.values[:, :k].softmax(-1)
 
 
+def expert_rows(ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The (token, slot) pairs of ids [T, k] ordered by expert, then token, then slot.
+
+    -> hit [n], the experts that have any, rising; first [n + 1], where each one's rows begin and the last one's end; source
+    [T * k], the token of each row; row_of [T, k], the row of each pair.
+    """
+    order = ids.flatten().sort(stable=True).indices
+    hit, counts = ids.unique(return_counts=True)
+    row_of = torch.empty_like(order)
+    row_of[order] = torch.arange(len(order))
+    return hit, torch.cat([torch.zeros(1, dtype=counts.dtype), counts.cumsum(0)]), order // ids.shape[1], row_of.view(ids.shape)
+
+
 def experts(
     x: Tensor, gate_up_proj: ExpertWeights, down_proj: ExpertWeights, ids: Tensor, weights: Tensor
 ) -> Tensor:

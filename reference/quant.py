@@ -1,4 +1,5 @@
-"""Block quantisation: ggml's q4_0 and q8_0 weights, 8-bit activations, and their integer dot product.
+"""Block quantisation: ggml's q4_0 and q8_0 weights, 8-bit activations, their integer dot product, and the
+formats of the key/value cache.
 
 A block is 32 consecutive elements of a row with one scale, float16 for weights, float32 for activations.
 Source of the weight formats: ggml's quantize_row_q4_0_ref and quantize_row_q8_0_ref. All quantisers calculate
@@ -130,6 +131,45 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     inverse = torch.where(zero, 0.0, _quotient(127.0, amax))
     codes = torch.round(blocks * inverse)
     return codes.to(torch.int8).flatten(1), d.squeeze(-1)
+
+
+def to_half(x: Tensor) -> Tensor:
+    """float32 -> the bits of the nearest float16, ties to even, int16: overflow gives infinity, NaN a quiet NaN with the
+    sign and the upper bits of the payload."""
+    bits = x.contiguous().view(torch.int32)
+    nan = (bits >> 16 & 0x8000) | 0x7E00 | (bits >> 13 & 0x3FF)
+    return torch.where(x.isnan(), nan, x.to(torch.float16).view(torch.int16).int() & 0xFFFF).to(torch.int16)
+
+
+def encode_cache(x: Tensor, format: str) -> Tensor:
+    """Keys or values float32 [S, HKV, D] -> the bytes the cache keeps, uint8 [S, HKV, row]; format 'f32', 'f16' or 'q8_0'.
+
+    A q8_0 row: D codes, then D / 32 scales; both as quantize_activation, the scale rounded to float16 afterwards. A block
+    that holds NaN or infinity has codes 0; its scale, and one that float16 cannot hold, is NaN (bits 0x7e00).
+    """
+    if format == "f32":
+        return x.contiguous().view(torch.uint8)
+    if format == "f16":
+        return to_half(x).view(torch.uint8)
+    rows = x.reshape(-1, x.shape[-1])
+    good = _blocks(rows).isfinite().all(-1)
+    codes, d = quantize_activation(torch.where(good.repeat_interleave(BLOCK, dim=1), rows, 0.0))
+    half = d.to(torch.float16)
+    half[~good | ~half.isfinite()] = torch.nan
+    bits = torch.where(half.isnan(), 0x7E00, half.view(torch.int16)).to(torch.int16)
+    return torch.cat([codes.view(torch.uint8), bits.view(torch.uint8)], dim=-1).reshape(*x.shape[:-1], -1)
+
+
+def decode_cache(data: Tensor, format: str) -> Tensor:
+    """The inverse: uint8 [S, HKV, row] -> the float32 values [S, HKV, D] that the bytes stand for."""
+    data = data.contiguous()
+    if format == "f32":
+        return data.view(torch.float32)
+    if format == "f16":
+        return data.view(torch.float16).float()
+    codes = data.shape[-1] // (BLOCK + 2) * BLOCK
+    d = data[..., codes:].contiguous().view(torch.float16).float()
+    return data[..., :codes].contiguous().view(torch.int8).float() * d.repeat_interleave(BLOCK, dim=-1)
 
 
 def _block_sums(wcodes: Tensor, acodes: Tensor) -> Tensor:

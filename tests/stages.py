@@ -92,13 +92,15 @@ def _activation_blocks(a: Tensors, dtype: torch.dtype) -> Tensors:
     return {"codes": codes, "d": d, "sums": codes.unflatten(1, (-1, 32)).sum(-1, dtype=torch.int32)}
 
 
-def _product(format: str) -> Reference:
+def _product(format: str, single: bool) -> Reference:
     dot = quant.dot_q4_0_q8_0 if format == "q4_0" else quant.dot_q8_0_q8_0
 
     def reference(a: Tensors, dtype: torch.dtype) -> Tensors:
         codes, d = _PACK[format][2](a["w"])
         isums, y = dot(codes, d, a["codes"], a["d"])
-        return {"isums": isums, "y": y if dtype == torch.float64 else _scaled(isums, d, a["d"], dtype)}
+        y = y if dtype == torch.float64 else _scaled(isums, d, a["d"], dtype)
+        rows = 1 if single else len(y)
+        return {"isums": isums[:rows], "y": y[:rows], "picked": y[a["source"].long()]}
     return reference
 
 
@@ -106,21 +108,58 @@ def _scaled(isums: Tensor, wd: Tensor, ad: Tensor, dtype: torch.dtype) -> Tensor
     return (isums.to(dtype) * (wd.to(dtype) * ad.to(dtype)[:, None])).sum(-1)
 
 
-def _product_bound(format: str) -> Callable[[Tensors], Arrays]:
+def _product_bound(format: str, single: bool) -> Callable[[Tensors], Arrays]:
     def bounds(a: Tensors) -> Arrays:
         _, d = _PACK[format][2](a["w"])
-        isums = _product(format)(a, torch.float64)["isums"]
-        return {"y": _scaled(isums.abs(), d.abs(), a["d"], torch.float64).numpy()}
+        isums = _product(format, False)(a, torch.float64)["isums"]
+        y = _scaled(isums.abs(), d.abs(), a["d"], torch.float64).numpy()
+        return {"y": y[: 1 if single else len(y)], "picked": y[a["source"].numpy()]}
     return bounds
 
 
+def _grouped(format: str) -> Reference:
+    """Row j of the work against its expert: with the activations of its token, and with those of row j."""
+    def reference(a: Tensors, dtype: torch.dtype) -> Tensors:
+        products = [_product(format, False)({**a, "w": w, "source": a["source"]}, dtype) for w in a["w"]]
+        return _by_expert(a, torch.stack([product["y"] for product in products]))
+    return reference
+
+
+def _grouped_bound(format: str) -> Callable[[Tensors], Arrays]:
+    def bounds(a: Tensors) -> Arrays:
+        products = [_product_bound(format, False)({**a, "w": w})["y"] for w in a["w"]]
+        return {name: y.numpy() for name, y in _by_expert(a, torch.from_numpy(np.stack(products))).items()}
+    return bounds
+
+
+def _by_expert(a: Tensors, y: Tensor) -> Tensors:
+    """y [E, activation row, rows] -> the rows of the work [T * k, rows]."""
+    hits, row = int(a["hits"]), torch.arange(len(a["source"]))
+    expert = a["hit"][:hits].long().repeat_interleave(a["first"][: hits + 1].diff().long())
+    return {"tokens": y[expert, a["source"].long()], "rows": y[expert, row]}
+
+
+_matrix_rows = st.sampled_from((1, 7, 8, 9)) | st.integers(1, 40)
+_token_counts = st.sampled_from((1, 2, 3, 4, 5, 8, 9))
+_scale_edges = st.sampled_from(("plain", "highest", "lowest", "zero scales", "any scales"))
+_choices = st.sampled_from(("any", "same", "last"))
+
+
 def _products(format: str, single: bool) -> Oracle:
-    sizes = {"rows": st.sampled_from((1, 7, 8, 9)) | st.integers(1, 40), "blocks": st.integers(1, 9),
-             "tokens": st.just(1) if single else st.sampled_from((1, 2, 3, 4, 5, 8, 9))}
-    ends = st.sampled_from(("plain", "highest", "lowest", "zero scales", "any scales"))
-    return Oracle(draw.product, {**sizes, "format": st.just(format), "edge": ends},
-                  {"rows": 21, "blocks": 5, "tokens": 1 if single else 7, "format": format, "edge": "any scales"},
-                  _product(format), _product_bound(format))
+    sizes = {"rows": _matrix_rows, "blocks": st.integers(1, 9), "tokens": few if single else _token_counts,
+             "picks": st.just(1) if single else _token_counts}
+    return Oracle(draw.product, {**sizes, "format": st.just(format), "edge": _scale_edges},
+                  {"rows": 21, "blocks": 5, "tokens": 3 if single else 7, "picks": 1 if single else 5, "format": format,
+                   "edge": "any scales"},
+                  _product(format, single), _product_bound(format, single))
+
+
+def _grouped_products(format: str) -> Oracle:
+    sizes = {"experts": st.sampled_from((1, 2, 5, 9)), "rows": _matrix_rows, "blocks": st.integers(1, 4),
+             "tokens": st.sampled_from((1, 2, 3, 9)), "k": st.sampled_from((1, 2, 8)), "gap": st.sampled_from((0, 6, 64))}
+    return Oracle(draw.grouped_product, {**sizes, "format": st.just(format), "edge": _scale_edges, "choice": _choices},
+                  {"experts": 9, "rows": 13, "blocks": 3, "tokens": 4, "k": 2, "gap": 6, "format": format, "edge": "any scales",
+                   "choice": "any"}, _grouped(format), _grouped_bound(format))
 
 
 def _rows(format: str) -> Oracle:
@@ -230,8 +269,28 @@ def _rope_bound(a: Tensors) -> Arrays:
     return {"x": torch.cat([first * cos + second * sin, second * cos + first * sin, 0 * rest], dim=-1).numpy()}
 
 
+def _formats(a: Tensors, row: str) -> list[str]:
+    return [format for format in ("f32", "f16", "q8_0") if row.format(format) in a]
+
+
 def _attention(a: Tensors, dtype: torch.dtype) -> Tensors:
-    return {"o": attention.attend(*floats(a, dtype, "q", "k", "v"))}
+    """Over the values that the stored bytes stand for."""
+    out = {}
+    for format in _formats(a, "{}.k"):
+        k, v = (quant.decode_cache(a[f"{format}.{name}"], format).to(dtype) for name in ("k", "v"))
+        out[format] = attention.attend(a["q"].to(dtype), k, v)
+    return out
+
+
+def _kv_append(a: Tensors, dtype: torch.dtype) -> Tensors:
+    """Every byte of the pages; 0xa5 where nothing was appended."""
+    out, size = {}, int(a["page_tokens"])
+    for format in ("f32", "f16", "q8_0") if a["k"].shape[2] % 32 == 0 else ("f32", "f16"):
+        for name in ("k", "v"):
+            rows = quant.encode_cache(a[name], format)
+            missing = rows.new_full((-len(rows) % size, *rows.shape[1:]), 0xA5)
+            out[f"{format}.{name}"] = torch.cat([rows, missing]).unflatten(0, (-1, size)).transpose(1, 2).contiguous()
+    return out
 
 
 # Experts
@@ -248,6 +307,11 @@ def _route_bound(a: Tensors) -> Arrays:
     return {"weights": (chosen["weights"] * (1 + best[:, :1] - best)).numpy()}
 
 
+def _expert_rows(a: Tensors, dtype: torch.dtype) -> Tensors:
+    hit, first, source, row_of = (x.int() for x in moe.expert_rows(a["ids"]))
+    return {"hit": hit, "first": first, "hits": torch.tensor([len(hit)], dtype=torch.int32), "source": source, "row_of": row_of}
+
+
 def _combine(a: Tensors, dtype: torch.dtype) -> Tensors:
     rows, weights, shared, gate = floats(a, dtype, "expert_out", "weights", "shared", "shared_gate")
     return {"y": (weights[..., None] * rows[a["row_of"].long()]).sum(1) + torch.sigmoid(gate) * shared}
@@ -262,6 +326,7 @@ def _sum(a: Tensors, dtype: torch.dtype) -> Tensors:
     return {"y": a["a"] + a["b"]}
 
 
+_head_dims = st.integers(1, 40) | st.sampled_from((32, 64, 96))
 _spread = st.sampled_from((1.0, 8.0, 40.0))
 
 ORACLES: dict[str, Oracle] = {
@@ -277,6 +342,8 @@ ORACLES: dict[str, Oracle] = {
     "gemm_q4_0_q8_0": _products("q4_0", single=False),
     "gemv_q8_0_q8_0": _products("q8_0", single=True),
     "gemm_q8_0_q8_0": _products("q8_0", single=False),
+    "grouped_gemm_q4_0_q8_0": _grouped_products("q4_0"),
+    "grouped_gemm_q8_0_q8_0": _grouped_products("q8_0"),
     "dequantize_q4_0": _rows("q4_0"),
     "dequantize_q8_0": _rows("q8_0"),
     "dequantize_f16": _rows("f16"),
@@ -312,17 +379,27 @@ ORACLES: dict[str, Oracle] = {
     "rope": Oracle(
         draw.rope_heads, {"tokens": few, "heads": few, "half": lengths, "extra": st.integers(0, 20), "edge": edges},
         {"tokens": 5, "heads": 3, "half": 11, "extra": 9, "edge": "plain"}, _rope, _rope_bound),
+    "kv_append": Oracle(
+        draw.cache_operands, {
+            "start": st.integers(0, 9), "tokens": few, "kv_heads": st.integers(1, 3), "head_dim": _head_dims,
+            "page_tokens": st.sampled_from((1, 4, 7, 64)),
+            "edge": st.sampled_from(draw.CACHE_EDGES)},
+        {"start": 5, "tokens": 9, "kv_heads": 2, "head_dim": 96, "page_tokens": 4, "edge": "all"}, _kv_append),
     "attention": Oracle(
         draw.attention_operands, {
-            "past": st.integers(0, 9) | st.sampled_from((62, 63, 64, 65, 127, 128)), "tokens": few,
-            "kv_heads": st.integers(1, 3), "group": st.integers(1, 4), "head_dim": st.integers(1, 40),
-            "page_tokens": st.sampled_from((1, 4, 7, 64, 100)), "edge": st.sampled_from(("sharp", *EDGES))},
-        {"past": 126, "tokens": 5, "kv_heads": 2, "group": 3, "head_dim": 27, "page_tokens": 7, "edge": "plain"},
+            "past": st.integers(0, 9) | st.sampled_from((62, 63, 64, 65, 127, 128)), "tokens": few | st.just(17),
+            "kv_heads": st.integers(1, 3), "group": st.integers(1, 4) | st.just(9), "head_dim": _head_dims,
+            "page_tokens": st.sampled_from((1, 4, 7, 64, 100)), "edge": st.sampled_from(("sharp", "codes", *EDGES))},
+        {"past": 66, "tokens": 5, "kv_heads": 2, "group": 3, "head_dim": 64, "page_tokens": 7, "edge": "small"},
         _attention),
     "router_topk": Oracle(
         draw.router_logits,
         {"tokens": few, "experts": st.integers(1, 40), "k": st.sampled_from((1, 2, 8, 40)), "edge": edges},
         {"tokens": 33, "experts": 29, "k": 8, "edge": "ties"}, _route, _route_bound),
+    "expert_rows": Oracle(
+        draw.expert_choice, {"tokens": few | st.just(40), "experts": st.integers(1, 40), "k": st.sampled_from((1, 2, 8, 40)),
+                             "choice": _choices},
+        {"tokens": 33, "experts": 29, "k": 4, "choice": "any"}, _expert_rows),
     "swiglu": Oracle(
         draw.gate_up, {"rows": few, "n": lengths, "edge": edges, "spread": _spread},
         {"rows": 5, "n": 53, "edge": "plain", "spread": 40.0}, _silu_times, _silu_bound),

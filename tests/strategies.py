@@ -153,8 +153,9 @@ def _finite_halves(d: Draws, *shape: int) -> np.ndarray:
     return np.where(np.isfinite(halves), halves, np.float16(1))
 
 
-def product(d: Draws, rows: int, blocks: int, tokens: int, format: str, edge: str) -> Arrays:
-    """Weights and activations of a quantised product. 'highest' and 'lowest': the largest integer dots there are."""
+def product(d: Draws, rows: int, blocks: int, tokens: int, picks: int, format: str, edge: str) -> Arrays:
+    """Weights and activations of a quantised product, and `picks` rows of the latter. 'highest' and 'lowest': the largest
+    integer dots there are."""
     n = 32 * blocks
     codes = d.integers(-127, 128, tokens, n).astype(np.int8)
     if edge in ("highest", "lowest"):
@@ -165,7 +166,19 @@ def product(d: Draws, rows: int, blocks: int, tokens: int, format: str, edge: st
     if edge == "zero scales":  # what a row of zeros is quantised to
         scales[0], codes[0] = 0, 0
     sums = codes.reshape(tokens, blocks, 32).sum(-1, dtype=np.int32)
-    return {"w": stored_rows(d, rows, blocks, format, edge), "codes": codes, "d": scales, "sums": sums}
+    return {"w": stored_rows(d, rows, blocks, format, edge), "codes": codes, "d": scales, "sums": sums,
+            "source": d.integers(0, tokens, picks).astype(np.int32)}
+
+
+def grouped_product(
+    d: Draws, experts: int, rows: int, blocks: int, tokens: int, k: int, gap: int, format: str, edge: str, choice: str,
+) -> Arrays:
+    """Weights of some experts, activation rows for every (token, slot), and the work list of a choice of experts."""
+    k = min(k, experts)
+    operands = product(d, experts * rows, blocks, tokens * k, 0, format, edge)
+    del operands["source"]
+    work = work_list(chosen_experts(d, tokens, experts, k, choice), experts)
+    return {**operands, "w": operands["w"].reshape(experts, rows, -1), "gap": scalar(gap), **work}
 
 
 def picked_rows(d: Draws, rows: int, blocks: int, first: int, format: str, edge: str) -> Arrays:
@@ -256,13 +269,72 @@ def rope_heads(d: Draws, tokens: int, heads: int, half: int, extra: int, edge: s
 def attention_operands(
     d: Draws, past: int, tokens: int, kv_heads: int, group: int, head_dim: int, page_tokens: int, edge: str,
 ) -> Arrays:
-    """'sharp': scores far apart, so that one position takes all and running maxima jump."""
+    """Keys and values as bytes of the cache. 'sharp': scores far apart, so that one position takes all and running maxima
+    jump; 'codes': any codes and scales."""
     keys = d.normal(past + tokens, kv_heads, head_dim)
     if edge == "sharp":
         keys *= np.float32(12)
-    return {"q": d.normal(tokens, kv_heads * group, head_dim), "k": keys,
-            "v": d.signed_edge(edge if edge in EDGES else "plain", past + tokens, kv_heads, head_dim),
+    values = d.signed_edge(edge if edge in EDGES else "plain", past + tokens, kv_heads, head_dim)
+    rows = {f"{format}.{name}": cache_rows(d, x, format, edge == "codes") for format in ("f32", "f16", "q8_0")
+            for name, x in (("k", keys), ("v", values)) if format != "q8_0" or head_dim % 32 == 0}
+    return {"q": d.normal(tokens, kv_heads * group, head_dim), **rows,
             "page_tokens": scalar(page_tokens), "scale": scalar(1 / math.sqrt(head_dim))}
+
+
+def cache_rows(d: Draws, x: np.ndarray, format: str, any_codes: bool) -> np.ndarray:
+    """float32 [S, HKV, D] -> bytes of the cache, uint8 [S, HKV, row]; codes of q8_0 near the values that x has, or any."""
+    if format == "f32":
+        return x.view(np.uint8)
+    if format == "f16":
+        return x.astype(np.float16).view(np.uint8)
+    blocks = x.reshape(*x.shape[:-1], -1, 32)
+    scale = (np.abs(blocks).max(-1) / np.float32(127)).astype(np.float16)
+    if any_codes:
+        scale = d.uniform(-0.03, 0.03, *scale.shape).astype(np.float16)
+        codes = d.integers(-127, 128, *x.shape).astype(np.int8)
+    else:
+        step = np.where(scale == 0, np.float32(1), scale.astype(np.float32))[..., None]
+        codes = np.clip(np.rint(blocks / step), -127, 127).astype(np.int8).reshape(x.shape)
+    return np.concatenate([codes.view(np.uint8), scale.view(np.uint8)], axis=-1)
+
+
+def cache_operands(d: Draws, start: int, tokens: int, kv_heads: int, head_dim: int, page_tokens: int, edge: str) -> Arrays:
+    """Rows of one edge, or of 'all' in turn."""
+    shape = start + tokens, kv_heads, head_dim
+    rows = {"k": cached_values(d, edge, *shape), "v": cached_values(d, edge, *shape)}
+    return {**rows, "start": scalar(start), "page_tokens": scalar(page_tokens)}
+
+
+CACHE_EDGES = ("plain", "powers", "bits", "ties", "zero block")
+
+
+def cached_values(d: Draws, edge: str, *shape: int) -> np.ndarray:
+    """'powers': all magnitudes, beyond the largest half too; 'bits': any float; 'ties': halfway between halves, subnormal
+    ones as well; 'zero block': a q8_0 scale of 0."""
+    if edge == "all":
+        x = np.empty(shape, np.float32)
+        for i, one in enumerate(CACHE_EDGES):
+            x[i :: len(CACHE_EDGES)] = cached_values(d, one, *x[i :: len(CACHE_EDGES)].shape)
+        return x
+    if edge == "bits":
+        return d.any_floats(*shape)
+    if edge == "powers":
+        return d.powers(-149, 127, *shape) * np.where(d.unit(*shape) < 0.5, np.float32(-1), np.float32(1))
+    if edge == "ties":
+        return _between_halves(d, *shape)
+    x = d.normal(*shape)
+    if edge == "zero block":
+        x[..., : 1 + shape[-1] // 2] = 0
+    return x
+
+
+def _between_halves(d: Draws, *shape: int) -> np.ndarray:
+    """In the middle of two neighbouring halves of any size, or a float beside it."""
+    low = (d.raw(*shape) >> np.uint64(48)).astype(np.uint16) & np.uint16(0xFBFF)  # neither infinite nor NaN, nor the largest
+    high = (low + np.uint16(1)).view(np.float16).astype(np.float64)
+    middle = ((low.view(np.float16).astype(np.float64) + high) / 2).astype(np.float32)
+    bits = middle.view(np.uint32).astype(np.int64) + d.integers(-1, 2, *shape)
+    return bits.astype(np.uint32).view(np.float32)
 
 
 # Experts
@@ -270,6 +342,33 @@ def attention_operands(
 
 def router_logits(d: Draws, tokens: int, experts: int, k: int, edge: str) -> Arrays:
     return {"logits": d.signed_edge(edge, tokens, experts, scale=4.0), "k": scalar(min(k, experts))}
+
+
+def chosen_experts(d: Draws, tokens: int, experts: int, k: int, choice: str) -> np.ndarray:
+    """int32 [T, k], different ones for each token. 'same': all tokens alike; 'last': from the highest ids only."""
+    ids = np.argsort(d.raw(tokens, experts), axis=1, kind="stable")[:, :k]
+    if choice == "same":
+        ids[...] = ids[:1]
+    elif choice == "last":
+        ids[...] = experts - 1 - np.arange(k)
+    return ids.astype(np.int32)
+
+
+def work_list(ids: np.ndarray, experts: int) -> Arrays:
+    """csrc/kernels.h, expert_rows, as arrays by name; entries beyond the hits as kernels leave them."""
+    order = np.argsort(ids.reshape(-1), kind="stable")
+    counts = np.bincount(ids.reshape(-1), minlength=experts)
+    hit, most = np.flatnonzero(counts), min(experts, ids.size)
+    row_of = np.empty(ids.size, np.int32)
+    row_of[order] = np.arange(ids.size)
+    padded = np.full(most, -1), np.full(most + 1, ids.size)
+    padded[0][: len(hit)], padded[1][: len(hit)] = hit, np.cumsum(counts[hit]) - counts[hit]
+    arrays = *padded, np.array([len(hit)]), order // ids.shape[1], row_of.reshape(ids.shape)
+    return dict(zip(("hit", "first", "hits", "source", "row_of"), (x.astype(np.int32) for x in arrays), strict=True))
+
+
+def expert_choice(d: Draws, tokens: int, experts: int, k: int, choice: str) -> Arrays:
+    return {"ids": chosen_experts(d, tokens, experts, min(k, experts), choice), "experts": scalar(experts)}
 
 
 def expert_rows(d: Draws, tokens: int, k: int, n: int, edge: str) -> Arrays:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fermi_engine import against, chat, cli, cli_files, report, verify
+from fermi_engine import against, chat, cli, cli_files, memory, report, verify
 from fermi_engine.convert import convert
 from fermi_engine.engine import Engine
 from fermi_engine.formats import FORMATS
@@ -32,7 +32,7 @@ from tools.make_checkpoint import make_checkpoint
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {"layers": 4, "experts": 4, "experts_per_tok": 2}
 HEAVY = ("numpy", "tokenizers", "jinja2", "torch", "transformers", "cffi")
-COMMANDS = ("convert", "generate", "verify", "doctor", "info")
+COMMANDS = ("convert", "generate", "verify", "bench", "doctor", "info")
 GREEDY = ["--temp", "0"]
 
 
@@ -99,7 +99,8 @@ def test_help_names_every_flag_of_generate() -> None:
     text = CliRunner().invoke(cli.app, ["generate", "--help"]).output
     flags = ("--model --prompt --chat --ids --system --tools --think --no-think --show-reasoning --raw --max-tokens -n "
              "--n-predict --temp --top-k --top-p --min-p --presence-penalty --frequency-penalty --repetition-penalty "
-             "--logit-bias --seed --stop --ignore-eos --format --threads --backend --ctx-size --activations --timing")
+             "--logit-bias --seed --stop --ignore-eos --format --threads --backend --ctx-size --activations --timing "
+             "--pin --hyper-threads --numa --load --huge-pages --mlock")
     assert [flag for flag in flags.split() if not re.search(rf"(?<![\w-]){flag}(?![\w-])", text)] == []
 
 
@@ -124,6 +125,9 @@ MISTAKES = {  # name -> command line, and what its error line must name; {files}
     "threads 0": (f"{GENERATE} --prompt a --threads 0", ("threads = 0",)),
     "unknown backend": (f"{GENERATE} --prompt a --backend mmx", ("'mmx'", "scalar")),
     "unknown activations": (f"{GENERATE} --prompt a --activations q3", ("'q3'",)),
+    "more threads than cores, pinned": (f"{GENERATE} --prompt a --pin --threads 256", ("--pin", "256 threads", "cores")),
+    "unknown memory policy": (f"{GENERATE} --prompt a --numa both", ("'both'", "'interleave', 'local' or 'off'")),
+    "unknown way to load": (f"{GENERATE} --prompt a --load twice", ("'twice'", "'mmap' or 'resident'")),
     "missing pack": ("info {files}/none.pack", ("none.pack",)),
     "not a pack": ("info {files}/garbage", ("garbage",)),
     "path through a file": ("info {files}/garbage/x", ("garbage/x",)),
@@ -483,7 +487,21 @@ def test_a_prompt_becomes_a_user_turn(pack: Path, capsys: pytest.CaptureFixture)
     status, out, err = run(capsys, "generate", "-m", pack, "-p", "hi", "--system", "be", "--no-think", "--seed", "5",
                            "--max-tokens", "12")
     assert (status, out) == (0, text + "\n")
-    assert re.fullmatch(r"qwen3_5_moe_text, q4_0, \d+ kB mapped, [a-z0-9+]+, \d+ threads?\n", err)
+    assert re.fullmatch(r"qwen3_5_moe_text, q4_0, \d+ kB mapped, .*numa (off|interleave on) [^,]+, [a-z0-9+]+, "
+                        r"threads \d+ of \d+ cores?, hyper-threads off.*\n", err)
+
+
+def test_a_copy_in_locked_memory_says_the_same(pack: Path, capsys: pytest.CaptureFixture,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[int] = []
+    monkeypatch.setattr(memory, "check_lock_limit", locked.append)  # the limit of who runs the tests may be smaller
+    monkeypatch.setattr(memory, "lock", lambda data, kernel: locked.append(data.size))
+    asked = ("generate", "-m", pack, "--ids", "1,2,3", "--max-tokens", "5", "--temp", "0")
+    plain = run(capsys, *asked)
+    status, out, err = run(capsys, *asked, "--load", "resident", "--mlock", "--hyper-threads", "--numa", "off")
+    assert (status, out) == plain[:2] == (0, out)
+    assert locked == [pack.stat().st_size] * 2
+    assert re.search(r" kB resident, locked, numa off, .*, hyper-threads (on|not present)", err)
 
 
 def test_sampling_follows_the_model_and_flags_override_it(pack: Path, capsys: pytest.CaptureFixture) -> None:
@@ -583,10 +601,14 @@ def test_a_prompt_from_stdin(pack: Path) -> None:
 
 def test_timing_counts_tokens(pack: Path, capsys: pytest.CaptureFixture) -> None:
     err = run(capsys, "generate", "-m", pack, "--ids", "1,2,3", "-n", "5", *GREEDY, "--ignore-eos", "--timing")[2]
-    status, timing = err.splitlines()
+    status, timing, parts = err.splitlines()
     assert re.search(r", loaded in \d+\.\d\d s$", status)
     speeds = r"prefill 3 of 3 tokens, [\d.]+ tok/s \| decode 4 tokens, [\d.]+ tok/s \| finish: length"
     assert re.fullmatch(speeds, timing)
+    total, *ms = map(float, re.findall(r"(?<![\w.])\d+\.\d", parts))
+    assert len(ms) >= 2
+    assert all(part > 0 for part in ms)
+    assert sum(ms) == pytest.approx(total, abs=0.05 * len(ms) + 0.05)  # each is rounded to a tenth
     err = run(capsys, "generate", "-m", pack, "--ids", "1,2,3", "-n", "0", "--timing")[2]
     assert err.splitlines()[1] == "prefill 0 of 3 tokens, - tok/s | decode 0 tokens, - tok/s | finish: length"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,14 @@ def test_a_machine_is_read_from_proc_and_sys(machine: Path, tmp_path: Path) -> N
                                        "a CPU quota of 1.5")
     assert facts["cache"].startswith(f"{tmp_path / 'cache'}, ")
     assert re.search(r", \d[\d.]* [kMGT]B free$", facts["cache"])
+
+
+def test_the_limit_of_locked_memory(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 8 << 20))
+    assert doctor.examine(machine).facts["locked memory"].startswith("at most 8.39 MB; --mlock needs ")
+    (machine / "proc/self").mkdir(parents=True, exist_ok=True)
+    (machine / "proc/self/status").write_text("CapEff:\t0000000000004000\n")  # CAP_IPC_LOCK
+    assert doctor.examine(machine).facts["locked memory"] == "no limit"
 
 
 def test_without_a_quota_every_core_counts(machine: Path) -> None:

@@ -46,7 +46,7 @@ def test_a_text_only_checkpoint_gives_the_same_logits(engine, tmp_path):
     [
         ({"format": "q8_0"}, ConfigError, "is a q4_0 pack; format='q8_0' was asked for"),
         ({"format": "q5_k"}, ConfigError, "unknown format 'q5_k'; choose from q4_0, q8_0, f16, f32"),
-        ({"backend": "avx9"}, BackendError, "unknown backend 'avx9'; this build has ssse3, scalar"),
+        ({"backend": "avx9"}, BackendError, "unknown backend 'avx9'; this build has avx2, ssse3, scalar"),
     ],
 )
 def test_what_cannot_be_loaded(pack, options, error, found):

@@ -59,11 +59,21 @@ def test_built_kernels_call_no_libm(built):
     ("ssse3_norm", "rcpps xmm0, xmm1", "approximate"),
     ("fermi_run", "rcpss xmm0, xmm1", "approximate"),
     ("scalar_norm", "vrsqrt14ps zmm0, zmm1", "approximate"),
-    ("scalar_add4", "vaddps ymm0, ymm1, ymm2", "VEX/EVEX in a function of backend scalar"),
-    ("ssse3_add4", "vaddps xmm0, xmm1, xmm2", "VEX/EVEX in a function of backend ssse3"),
-    ("fermi_run", "vzeroupper", "VEX/EVEX in a function without a backend's name"),
-    ("ssse3_bits", "pext rax, rcx, rdx", "VEX/EVEX"),
-    ("ssse3_mask", "kmovw eax, k1", "VEX/EVEX"),
+    ("avx2_norm", "vrcpps ymm0, ymm1", "approximate"),
+    ("scalar_add4", "vaddps ymm0, ymm1, ymm2", "AVX2 in a function of backend scalar"),
+    ("ssse3_add4", "vaddps xmm0, xmm1, xmm2", "AVX2 in a function of backend ssse3"),
+    ("fermi_run", "vzeroupper", "AVX2 in a function without a backend's name"),
+    ("ssse3_bits", "pext rax, rcx, rdx", "after AVX2"),
+    ("ssse3_mask", "kmovw eax, k1", "after AVX2"),
+    ("avx2_dot", "vfmadd231ps ymm0, ymm1, ymm2", "FMA in a function of backend avx2"),
+    ("avx2_dot", "vfnmsub132sd xmm0, xmm1, [rsp-16]", "FMA"),
+    ("avx2_dot", "vaddps zmm0, zmm1, zmm2", "EVEX in a function of backend avx2"),
+    ("avx2_dot", "vaddps xmm17, xmm1, xmm2", "EVEX"),
+    ("avx2_dot", "{evex} vaddps xmm0, xmm1, xmm2", "EVEX"),
+    ("avx2_dot", "vpdpbusd ymm0, ymm1, fs:[rsp-64]", "EVEX"),
+    ("avx2_dot", "{vex} vpdpbusd ymm0, ymm1, ymm2", "an extension after AVX2"),
+    ("avx2_bits", "andn eax, ecx, edx", "an extension after AVX2"),
+    ("avx2_bits", "lzcnt eax, ecx", "after SSE4"),
     ("ssse3_dot", "pmulld xmm0, xmm1", "SSE4"),
     ("ssse3_dot", "pmovsxbw xmm0, xmm1", "SSE4"),
     ("ssse3_dot", "pextrw [rsp-16], xmm0, 1", "SSE4"),
@@ -87,6 +97,12 @@ def test_planted_instruction_is_found(tmp_path, function, instruction, problem):
     ("ssse3_sum", "haddps xmm0, xmm1"),
     ("scalar_root", "sqrtps xmm0, xmm1"),
     ("scalar_word", "pextrw eax, xmm0, 1"),
+    ("avx2_dot", "vpmaddubsw ymm0, ymm1, [rsp-32]"),
+    ("avx2_dot", "vpmovsxbd ymm0, fs:[rsp-16]"),
+    ("avx2_max", "vcmpunordps ymm0, ymm1, ymm2"),
+    ("avx2_half", "vcvtph2ps ymm0, xmm1"),
+    ("avx2_end", "vzeroupper"),
+    ("avx2_count", "popcnt eax, ecx"),
     ("fermi_run", "lock xadd [rsp-16], rax"),
     ("scalar_fill", "rep stosb"),
 ])
@@ -99,7 +115,7 @@ def test_split_off_part_counts_with_its_function(tmp_path, part):
     source = with_instruction("planted", "pshufb xmm0, xmm1\\nvzeroall")
     renamed = f'void planted(void) __asm__("ssse3_sum.{part}");\n' + source
     (finding,) = check_isa.inspect(compiled(tmp_path, renamed)).findings
-    assert finding == (f"ssse3_sum.{part}", "vzeroall", "VEX/EVEX in a function of backend ssse3")
+    assert finding == (f"ssse3_sum.{part}", "vzeroall", "AVX2 in a function of backend ssse3")
 
 
 @pytest.mark.parametrize("flags", [(), ("-shared",)], ids=["object", "library"])

@@ -24,13 +24,14 @@ TIERS = (
     ("errors", "compare", "report"),
     ("config", "formats", "safetensors_header", "tokenizer"),
     ("shapes", "pack_layout", "array_weights", "chat", "kernels", "rules", "state"),
-    ("model", "checkpoint", "pack", "sampling", "timeline"),
-    ("pack_writer", "generate", "session"),
+    ("model", "checkpoint", "pack", "memory", "sampling", "timeline"),
+    ("pack_writer", "generate", "session", "roofline"),
     ("convert",),
     ("engine", "runs"),
     ("doctor", "info", "stages", "against"),
     ("verify", "cli_files", "cli_generate"),
-    ("cli_verify",),
+    ("cli_verify", "bench"),
+    ("cli_bench",),
     ("cli",),
 )
 # What the parts at the bottom may import at most.
@@ -39,7 +40,7 @@ MAY_IMPORT = {
     "fermi_engine/model": {"model", "kernels", "config", "formats", "state"},
     "fermi_engine/formats.py": {"errors"},
     "fermi_engine/config.py": {"errors"},
-    "fermi_engine/state.py": {"config"},
+    "fermi_engine/state.py": {"config", "formats"},
     "fermi_engine/compare.py": set(),
     "fermi_engine/sampling.py": {"errors", "tokenizer", "kernels"},
 }

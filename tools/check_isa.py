@@ -25,7 +25,11 @@ from typing import NamedTuple
 from fermi_engine.errors import FermiError
 
 # Instruction sets beyond plain x86-64 that each backend's functions may use; names from _extension().
-ALLOWED = {"scalar": frozenset(), "ssse3": frozenset({"SSE3", "SSSE3"})}
+ALLOWED = {
+    "scalar": frozenset(),
+    "ssse3": frozenset({"SSE3", "SSSE3"}),
+    "avx2": frozenset({"SSE3", "SSSE3", "SSE4/POPCNT", "AVX2"}),  # not FMA: a contracted sum has other bits
+}
 
 
 def _words(text: str) -> frozenset[str]:
@@ -44,15 +48,35 @@ SSE4_PREFIXES = ("pmovsx", "pmovzx")
 # tzcnt is absent on purpose: compilers write it for `bsf`, which is how older processors read the same bytes.
 LATER = _words("adcx adox lzcnt movbe pclmulqdq rdrand rdseed")
 LATER_PREFIXES = ("aes", "gf2p8", "sha1", "sha256", "tdp", "tile")
-VEX_WITHOUT_V = _words("andn bextr blsi blsmsk blsr bzhi mulx pdep pext rorx sarx shlx shrx")
 V_WITHOUT_VEX = _words("verr verw")
-MASK_OPERATION = re.compile(r"k(add|andn?|mov|not|x?n?or|ortest|test|shift[lr]|unpck)[bwdq]{1,2}")
-WIDE_REGISTER = re.compile(r"\b(?:[yz]mm\d+|k[0-7])\b")
+# What VEX may encode in AVX, AVX2 and F16C: SSE instructions with a v in front (the stems here and above), and these.
+SSE = _words("""addpd addps addsd addss andnpd andnps andpd andps comisd comiss cvtdq2pd cvtdq2ps
+    cvtpd2dq cvtpd2ps cvtps2dq cvtps2pd cvtsd2si cvtsd2ss cvtsi2sd cvtsi2ss cvtss2sd cvtss2si cvttpd2dq
+    cvttps2dq cvttsd2si cvttss2si divpd divps divsd divss ldmxcsr maxpd maxps maxsd maxss minpd minps
+    minsd minss movapd movaps movd movdqa movdqu movhlps movhpd movhps movlhps movlpd movlps movmskpd
+    movmskps movntdq movntpd movntps movq movsd movss movupd movups mulpd mulps mulsd mulss orpd orps
+    packssdw packsswb packuswb paddb paddd paddq paddsb paddsw paddusb paddusw paddw pand pandn pavgb
+    pavgw pcmpeqb pcmpeqd pcmpeqw pcmpgtb pcmpgtd pcmpgtw pextrw pinsrw pmaddwd pmaxsw pmaxub pminsw
+    pminub pmovmskb pmulhuw pmulhw pmullw pmuludq por psadbw pshufd pshufhw pshuflw pslld pslldq psllq
+    psllw psrad psraw psrld psrldq psrlq psrlw psubb psubd psubq psubsb psubsw psubusb psubusw psubw
+    punpckhbw punpckhdq punpckhqdq punpckhwd punpcklbw punpckldq punpcklqdq punpcklwd pxor shufpd shufps
+    sqrtpd sqrtps sqrtsd sqrtss stmxcsr subpd subps subsd subss ucomisd ucomiss unpckhpd unpckhps
+    unpcklpd unpcklps xorpd xorps""")
+AVX2 = _words("""vbroadcastf128 vbroadcasti128 vbroadcastsd vbroadcastss vcvtph2ps vcvtps2ph
+    vextractf128 vextracti128 vgatherdpd vgatherdps vgatherqpd vgatherqps vinsertf128 vinserti128
+    vmaskmovpd vmaskmovps vpblendd vpbroadcastb vpbroadcastd vpbroadcastq vpbroadcastw vperm2f128
+    vperm2i128 vpermd vpermilpd vpermilps vpermpd vpermps vpermq vpgatherdd vpgatherdq vpgatherqd
+    vpgatherqq vpmaskmovd vpmaskmovq vpsllvd vpsllvq vpsravd vpsrlvd vpsrlvq vtestpd vtestps vzeroall
+    vzeroupper""")
+COMPARISON = re.compile(r"cmp\w*[ps][sd]")
+FMA = re.compile(r"vfn?m(add|sub|addsub|subadd)\w*[ps][sd]")
 APPROXIMATE = re.compile(r"v?(rsqrt|rcp)(14|28)?[ps][sdh]")
 
 PREFIXES = _words("addr32 bnd cs data16 ds es fs gs lock notrack rep repnz repz ss xacquire xrelease")
 FUNCTION = re.compile(r"^[0-9a-f]+ <(.+)>:$")
-INSTRUCTION = re.compile(r"^\s+[0-9a-f]+:\s+(.+)$")
+INSTRUCTION = re.compile(r"^\s+[0-9a-f]+:\t((?:[0-9a-f]{2} )+)\s*\t(.+)$")
+ENCODINGS = {"62": "EVEX", "c4": "VEX", "c5": "VEX"}  # by the first byte of an instruction of 64-bit code
+BEFORE_VEX = _words("26 2e 36 3e 64 65 67")  # bytes that may stand before it: segment and address size
 
 LIBM = frozenset(name + suffix for suffix in ("", "f", "l") for name in _words("""acos acosh asin asinh
     atan atan2 atanh cbrt ceil copysign cos cosh erf erfc exp exp10 exp2 expm1 fabs fdim floor fma fmax
@@ -99,17 +123,26 @@ def _split(text: str) -> tuple[str, str]:
     return (words[0], " ".join(words[1:])) if words else ("", "")
 
 
-def _is_vex(mnemonic: str, operands: str) -> bool:
-    if mnemonic.startswith(("v", "{vex", "{evex")):
-        return mnemonic not in V_WITHOUT_VEX
-    return (mnemonic in VEX_WITHOUT_V or MASK_OPERATION.fullmatch(mnemonic) is not None
-            or WIDE_REGISTER.search(operands) is not None)
+def _encoding(code: str, mnemonic: str) -> str:
+    """EVEX, VEX (or a relative of it) or legacy, by an instruction's bytes."""
+    first = next((byte for byte in code.split() if byte not in BEFORE_VEX), "")
+    relative = mnemonic.startswith("v") and mnemonic not in V_WITHOUT_VEX
+    return ENCODINGS.get(first, "VEX" if relative else "legacy")
 
 
-def _extension(mnemonic: str, operands: str) -> str | None:
-    """The instruction set beyond plain x86-64 that an instruction belongs to, or None."""
-    if _is_vex(mnemonic, operands):
-        return "VEX/EVEX"
+def _vex_extension(mnemonic: str) -> str:
+    stem = mnemonic.removeprefix("v")
+    if FMA.fullmatch(mnemonic):
+        return "FMA"
+    ours = stem != mnemonic and (stem in SSE | SSE3 | SSSE3 | SSE4 or stem.startswith(SSE4_PREFIXES)
+                                 or COMPARISON.fullmatch(stem) is not None)
+    return "AVX2" if ours or mnemonic in AVX2 else "an extension after AVX2"
+
+
+def _extension(mnemonic: str, operands: str, encoding: str) -> str | None:
+    """The instruction set beyond plain x86-64 that an instruction belongs to, or None. AVX2 stands for AVX and F16C, too."""
+    if encoding != "legacy":
+        return "EVEX" if encoding == "EVEX" else _vex_extension(mnemonic)
     if mnemonic in SSE4 or mnemonic.startswith(SSE4_PREFIXES) or (mnemonic == "pextrw" and "[" in operands):
         return "SSE4/POPCNT"
     if mnemonic in LATER or mnemonic.startswith(LATER_PREFIXES):
@@ -117,11 +150,12 @@ def _extension(mnemonic: str, operands: str) -> str | None:
     return "SSSE3" if mnemonic in SSSE3 else "SSE3" if mnemonic in SSE3 else None
 
 
-def _problem(function: str, mnemonic: str, operands: str) -> str | None:
+def _problem(function: str, code: str, text: str) -> str | None:
+    mnemonic, operands = _split(text)
     if APPROXIMATE.fullmatch(mnemonic):
         return "approximate: its bits differ between vendors; use sqrt and div"
     backend = function.split("_")[0]
-    extension = _extension(mnemonic, operands)
+    extension = _extension(mnemonic, operands, _encoding(code, mnemonic))
     if extension is None or extension in ALLOWED.get(backend, ()):
         return None
     owner = f"of backend {backend}" if backend in ALLOWED else "without a backend's name"
@@ -135,13 +169,13 @@ def inspect(path: Path | str) -> Inspection:
     """
     functions: list[str] = []
     findings: list[Finding] = []
-    for line in _binutil("objdump", "-d", "--no-show-raw-insn", "-M", "intel", str(path)).splitlines():
+    for line in _binutil("objdump", "-d", "--insn-width=15", "-M", "intel", str(path)).splitlines():
         if start := FUNCTION.match(line):
             functions.append(start[1])
         elif functions and (instruction := INSTRUCTION.match(line)):
-            problem = _problem(functions[-1], *_split(instruction[1]))
+            problem = _problem(functions[-1], instruction[1], instruction[2])
             if problem:
-                findings.append(Finding(functions[-1], " ".join(instruction[1].split()), problem))
+                findings.append(Finding(functions[-1], " ".join(instruction[2].split()), problem))
     return Inspection(functions, findings)
 
 

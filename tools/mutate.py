@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,7 @@ SKIPPED = shutil.ignore_patterns(
     ".git", ".venv*", "build", "demo", "*.egg-info", "__pycache__", ".pytest_cache", ".hypothesis"
 )
 TIMEOUT_S = 120
+INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 
 
 class Module:
@@ -64,22 +66,31 @@ class Module:
 
     def rebuild(self, changed: Path) -> None:
         """After a change to a source, or to a header that others include."""
-        touched = (
-            [changed]
-            if changed in self.sources
-            else [source for source in self.sources if source.parent.name in (changed.parent.name, "ssse3")]
-        )
-        self.build(touched)
+        changed = changed.resolve()
+        self.build([source for source in self.sources if changed in {source.resolve()} | included(source)])
         self.link()
 
     def _object(self, source: Path) -> Path:
         return self.objects / f"{source.parent.name}_{source.stem}.o"
 
 
+def included(source: Path) -> set[Path]:
+    """The headers beside a source that it includes, and those that they include."""
+    found: set[Path] = set()
+    for name in INCLUDE.findall(source.read_text()):
+        header = (source.parent / name).resolve()
+        if header.exists():
+            found |= {header} | included(header)
+    return found
+
+
 def caught_by(fault: Fault, tree: Path) -> str:
     """The guard that noticed, or '' if none did."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     kind, _, name = fault.guard.partition(":")
+    folder = Path(fault.file).parent
+    if folder.parent.name == "csrc" and folder.name in set(_build.BACKENDS) - {"scalar"}:
+        environment["FERMI_BACKEND"] = folder.name  # where another backend is better, it would hide the fault
     if kind == "test":
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", name]
     else:

@@ -16,9 +16,10 @@ from collections.abc import Callable
 import numpy as np
 
 from fermi_engine import kernels
-from fermi_engine.formats import Matrix
+from fermi_engine.formats import Experts, Matrix
 from fermi_engine.kernels import dispatch
-from fermi_engine.kernels.cpu import CpuKernels
+from fermi_engine.kernels.cpu import KV_FORMATS, CpuKernels
+from fermi_engine.state import KVPages
 
 LENGTHS = (1, 4, 15, 16, 17, 63, 64, 100)
 
@@ -78,7 +79,10 @@ def _matrices(k: CpuKernels, d: Draw) -> dict[str, list[np.ndarray]]:
             w = Matrix.from_f32(weights, name)
             out.setdefault(f"dequantize_{name}", []).append(k.dequantize(w, ids=d.ids(rows, 4)))
             isums = np.empty((tokens, rows, n // 32), np.int32)
-            out.setdefault(f"gemm_{name}_q8_0", []).extend([k.matmul_q8(f"gemm_{name}_q8_0", q, w, isums), isums])
+            source = d.ids(tokens, tokens + 1)
+            out.setdefault(f"gemm_{name}_q8_0", []).extend(
+                [k.matmul_q8(f"gemm_{name}_q8_0", q, w, isums), isums, k.matmul_q8(f"gemm_{name}_q8_0", q, w, source=source)]
+            )
             one = k.quantize_q8_0(x[-1:])
             out.setdefault(f"gemv_{name}_q8_0", []).append(k.matmul_q8(f"gemv_{name}_q8_0", one, w))
         out["dequantize_f16"].append(k.dequantize(Matrix.from_f32(weights, "f16")))
@@ -112,10 +116,11 @@ def _delta(k: CpuKernels, d: Draw) -> dict[str, list[np.ndarray]]:
 
 
 def _attention(k: CpuKernels, d: Draw) -> dict[str, list[np.ndarray]]:
-    out: dict[str, list[np.ndarray]] = {"rope_tables": [], "rope": [], "attention": []}
+    out: dict[str, list[np.ndarray]] = {"rope_tables": [], "rope": [], "kv_append": [], "attention": []}
     for start, tokens, heads, kv_heads, head_dim, page in (
         (0, 1, 1, 1, 8, 4),
         (62, 5, 4, 2, 24, 7),
+        (130, 9, 6, 2, 64, 16),
         (200, 3, 8, 2, 256, 64),
     ):
         half = head_dim // 8
@@ -124,22 +129,41 @@ def _attention(k: CpuKernels, d: Draw) -> dict[str, list[np.ndarray]]:
         out["rope_tables"] += [cos, sin]
         q = k.rope(d.f32(tokens, heads, head_dim, scale=3.0), cos, sin)
         out["rope"].append(q.copy())
-        count = -(-(start + tokens) // page)
-        pages = [[d.f32(kv_heads, page, head_dim) for _ in range(count)] for _ in range(2)]
-        out["attention"].append(k.attention(q, pages[0], pages[1], start, 0.25))
+        key, value = (d.f32(start + tokens, kv_heads, head_dim) for _ in range(2))
+        for format in KV_FORMATS[: 3 if head_dim % 32 == 0 else 2]:
+            cache = KVPages(kv_heads, page, head_dim, format)
+            cache.reserve(start + tokens)
+            k.kv_append(cache, np.zeros(1, np.int64), key, value)
+            out["kv_append"] += [*cache.keys, *cache.values]
+            out["attention"].append(k.attention(q, cache, np.array([start], np.int64), 0.25))
     return out
 
 
 def _experts(k: CpuKernels, d: Draw) -> dict[str, list[np.ndarray]]:
-    out: dict[str, list[np.ndarray]] = {"router_topk": [], "moe_combine": []}
+    out: dict[str, list[np.ndarray]] = {"router_topk": [], "expert_rows": [], "moe_combine": []}
     for tokens, experts, top, n in ((1, 1, 1, 8), (5, 16, 2, 33), (4, 256, 8, 64), (3, 7, 7, 5)):
         logits = np.round(d.f32(tokens, experts, scale=6.0))  # whole numbers: ties in every row
         ids, weights = k.router_topk(logits.astype(np.float32), top)
         out["router_topk"] += [ids, weights]
-        row_of = np.arange(tokens * top, dtype=np.int32).reshape(tokens, top)
+        work = k.expert_rows(ids, experts)
+        out["expert_rows"] += list(work)
         out["moe_combine"].append(
-            k.moe_combine(d.f32(tokens * top, n), row_of, weights, d.f32(tokens, n), d.f32(tokens, 1, scale=5.0))
+            k.moe_combine(d.f32(tokens * top, n), work.row_of, weights, d.f32(tokens, n), d.f32(tokens, 1, scale=5.0))
         )
+    return out
+
+
+def _grouped(k: CpuKernels, d: Draw) -> dict[str, list[np.ndarray]]:
+    out: dict[str, list[np.ndarray]] = {"grouped_gemm_q4_0_q8_0": [], "grouped_gemm_q8_0_q8_0": []}
+    for tokens, experts, top, rows, n in ((1, 4, 2, 9, 32), (6, 5, 3, 20, 256), (17, 3, 2, 8, 1024)):
+        ids, _ = k.router_topk(d.f32(tokens, experts), top)
+        work = k.expert_rows(ids, experts)
+        q, gathered = k.quantize_q8_0(d.f32(tokens, n, scale=7.0)), k.quantize_q8_0(d.f32(tokens * top, n, scale=7.0))
+        weights = d.f32(experts, rows, n, scale=0.05)
+        for name in ("q4_0", "q8_0"):
+            matrices = Experts.join([Matrix.from_f32(one, name) for one in weights])
+            found = out[f"grouped_gemm_{name}_q8_0"]
+            found += [k.grouped_gemm(q, matrices, work, False), k.grouped_gemm(gathered, matrices, work, True)]
     return out
 
 
@@ -150,6 +174,7 @@ GROUPS: tuple[Callable[[CpuKernels, Draw], dict[str, list[np.ndarray]]], ...] = 
     _delta,
     _attention,
     _experts,
+    _grouped,
 )
 
 

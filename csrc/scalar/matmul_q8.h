@@ -34,7 +34,7 @@ INLINE void q8_0_dots(const uint8_t *block, const int8_t *codes, int32_t sum, in
 /* One group of rows for one token. A block starts with its scales, whatever its format. */
 INLINE void group_times_token(const matmul_q8_args *a, int64_t group, int64_t token, int64_t block_bytes, block_dots dots)
 {
-    int64_t blocks = a->n / BLOCK, first_row = group * GROUP;
+    int64_t blocks = a->n / BLOCK, first_row = group * GROUP, source = a->source ? a->source[token] : token;
     int rows = a->rows - first_row < GROUP ? (int)(a->rows - first_row) : GROUP;
     float y[GROUP] = {0};
     for (int64_t b = 0; b < blocks; b++) {
@@ -42,9 +42,9 @@ INLINE void group_times_token(const matmul_q8_args *a, int64_t group, int64_t to
         int32_t isum[GROUP];
         uint16_t d[GROUP];
         memcpy(d, block, sizeof d);
-        dots(block, a->codes + token * a->n + b * BLOCK, a->sums[token * blocks + b], isum);
+        dots(block, a->codes + source * a->n + b * BLOCK, a->sums[source * blocks + b], isum);
         for (int r = 0; r < GROUP; r++)
-            y[r] += (float)isum[r] * (f16_to_f32(d[r]) * a->d[token * blocks + b]);
+            y[r] += (float)isum[r] * (f16_to_f32(d[r]) * a->d[source * blocks + b]);
         for (int r = 0; a->isums && r < rows; r++)
             a->isums[(token * a->rows + first_row + r) * blocks + b] = isum[r];
     }

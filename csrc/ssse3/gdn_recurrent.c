@@ -1,102 +1,213 @@
-/* Columns of the state do not meet, so eight of them (two vectors) go through all tokens before the next eight; the four
- * chains over the key axis make eight sums in registers. */
+/* Columns of the state do not meet, so sixteen of them (four vectors) go through a run of tokens before the next sixteen, on a
+ * copy without gaps: rows a power of two apart fall into few sets of the L1 cache. A pass over the rows serves two tokens, the
+ * update of one and the prediction of the next. The chains over the key axis are walked one after the other (rows c, c + 4,
+ * ...), so that the sums of one chain at a time take up registers.
+ *
+ * Panels read memory in strides, which no hardware prefetcher follows at full speed; therefore the next head is fetched in the
+ * order it lies in while this one is computed, and the first head of a call before it begins. */
 #include "../kernels.h"
 #include "lanes.h"
 #include "math.h"
 
-#include <string.h>
+enum { CHAINS = 4, VECTORS = 4, COLUMNS = 4 * VECTORS, PANEL_ROWS = 256, RUN = 32, AHEAD = 2, LINE = 16 /* floats */ };
 
-enum { COLUMNS = 8, CHAINS = 4, PANEL_ROWS = 256 };
+typedef __m128 chain_sums[CHAINS][VECTORS];
 
-typedef __m128 chain_sums[CHAINS][2];
+/* Some columns of a head: where they live, and where they stay during a run of tokens. */
+typedef struct {
+    float *state, *work;
+    int64_t state_stride, work_stride, rows;
+    const float *ahead; /* what to fetch meanwhile: as many floats as the columns have */
+} panel;
 
-static inline SSSE3 __m128 join(const chain_sums s, int half)
+/* The operands of one token at one head, and how far the next token's are. */
+typedef struct {
+    const float *q, *k, *v, *beta;
+    float *o;
+    int64_t key_stride, v_stride, o_stride, heads;
+} token;
+
+INLINE SSSE3 void clear(__m128 *sum, int vectors)
 {
-    return _mm_add_ps(_mm_add_ps(s[0][half], s[2][half]), _mm_add_ps(s[1][half], s[3][half]));
+    for (int i = 0; i < vectors; i++)
+        sum[i] = _mm_setzero_ps();
 }
 
-/* Row i of the decayed state into the prediction. The product with the decay is made again in update_row, which is cheaper
- * than to store it here. */
-static inline __attribute__((always_inline)) SSSE3 void predict_row(const float *s, float k, __m128 decay, __m128 p[2], int64_t columns)
+INLINE SSSE3 __m128 join(const chain_sums s, int i)
 {
-    for (int half = 0; half < 2; half++) {
-        __m128 decayed = _mm_mul_ps(load_n(s + 4 * half, columns - 4 * half), decay);
-        p[half] = _mm_add_ps(p[half], _mm_mul_ps(_mm_set1_ps(k), decayed));
+    return _mm_add_ps(_mm_add_ps(s[0][i], s[2][i]), _mm_add_ps(s[1][i], s[3][i]));
+}
+
+/* Two passes of a run fetch, each a half of what lies ahead. */
+INLINE SSSE3 void fetch(const float **ahead, int vectors)
+{
+    if (vectors == VECTORS)
+        _mm_prefetch((const char *)*ahead, _MM_HINT_T1);
+    *ahead += COLUMNS / 2;
+}
+
+/* The decayed state of a run's first token, and its prediction. */
+INLINE SSSE3 void begin_run(const panel *s, int vectors, int64_t left, const float *k, float decay, chain_sums predicted)
+{
+    __m128 d = _mm_set1_ps(decay);
+    const float *ahead = s->ahead;
+    for (int c = 0; c < CHAINS; c++) {
+        __m128 p[VECTORS];
+        clear(p, vectors);
+        for (int64_t r = c; r < s->rows; r += CHAINS) {
+            __m128 kr = _mm_set1_ps(k[r]);
+            fetch(&ahead, vectors);
+            for (int i = 0; i < vectors; i++) {
+                __m128 x = _mm_mul_ps(load_n(s->state + r * s->state_stride + 4 * i, left - 4 * i), d);
+                store_n(s->work + r * s->work_stride + 4 * i, x, left - 4 * i);
+                p[i] = _mm_add_ps(p[i], _mm_mul_ps(kr, x));
+            }
+        }
+        for (int i = 0; i < vectors; i++)
+            predicted[c][i] = p[i];
     }
 }
 
-static inline __attribute__((always_inline)) SSSE3 void update_row(float *s, float k, float q, __m128 decay, const __m128 u[2],
-                                                                    __m128 out[2], int64_t columns)
+/* The update and output of a token, then the decay and prediction of the next, whose key is next_k. */
+INLINE SSSE3 void update_and_predict(const panel *s, int vectors, int64_t left, const token *t, const __m128 *u, float decay,
+                               chain_sums out, chain_sums predicted)
 {
-    for (int half = 0; half < 2; half++) {
-        __m128 decayed = _mm_mul_ps(load_n(s + 4 * half, columns - 4 * half), decay);
-        __m128 updated = _mm_add_ps(decayed, _mm_mul_ps(_mm_set1_ps(k), u[half]));
-        store_n(s + 4 * half, updated, columns - 4 * half);
-        out[half] = _mm_add_ps(out[half], _mm_mul_ps(_mm_set1_ps(q), updated));
+    __m128 d = _mm_set1_ps(decay);
+    const float *next_k = t->k + t->key_stride;
+    for (int c = 0; c < CHAINS; c++) {
+        __m128 p[VECTORS], o[VECTORS];
+        clear(p, vectors);
+        clear(o, vectors);
+        for (int64_t r = c; r < s->rows; r += CHAINS) {
+            __m128 kr = _mm_set1_ps(t->k[r]), qr = _mm_set1_ps(t->q[r]), next_kr = _mm_set1_ps(next_k[r]);
+            float *row = s->work + r * s->work_stride;
+            for (int i = 0; i < vectors; i++) {
+                __m128 x = _mm_add_ps(load_n(row + 4 * i, left - 4 * i), _mm_mul_ps(kr, u[i]));
+                o[i] = _mm_add_ps(o[i], _mm_mul_ps(qr, x));
+                x = _mm_mul_ps(x, d);
+                store_n(row + 4 * i, x, left - 4 * i);
+                p[i] = _mm_add_ps(p[i], _mm_mul_ps(next_kr, x));
+            }
+        }
+        for (int i = 0; i < vectors; i++) {
+            predicted[c][i] = p[i];
+            out[c][i] = o[i];
+        }
     }
 }
 
-/* One token in `columns` (at most eight) columns of the state, rows `stride` apart. */
-static inline __attribute__((always_inline)) SSSE3 void step(float *s, int64_t stride, int64_t dk, const float *q, const float *k,
-                                                              const float *v, float decay, float beta, float *o, int64_t columns)
+/* The update and output of a run's last token, back into the state. */
+INLINE SSSE3 void end_run(const panel *s, int vectors, int64_t left, const token *t, const __m128 *u, chain_sums out)
 {
-    __m128 zero = _mm_setzero_ps(), d = _mm_set1_ps(decay), u[2];
-    chain_sums p = {{zero, zero}, {zero, zero}, {zero, zero}, {zero, zero}};
-    chain_sums out = {{zero, zero}, {zero, zero}, {zero, zero}, {zero, zero}};
-    int64_t i = 0;
-    for (; i + CHAINS <= dk; i += CHAINS)
-        for (int c = 0; c < CHAINS; c++)
-            predict_row(s + (i + c) * stride, k[i + c], d, p[c], columns);
-    for (int c = 0; c < CHAINS - 1; c++)
-        if (i + c < dk)
-            predict_row(s + (i + c) * stride, k[i + c], d, p[c], columns);
-    for (int half = 0; half < 2; half++)
-        u[half] = _mm_mul_ps(_mm_set1_ps(beta), _mm_sub_ps(load_n(v + 4 * half, columns - 4 * half), join(p, half)));
-    for (i = 0; i + CHAINS <= dk; i += CHAINS)
-        for (int c = 0; c < CHAINS; c++)
-            update_row(s + (i + c) * stride, k[i + c], q[i + c], d, u, out[c], columns);
-    for (int c = 0; c < CHAINS - 1; c++)
-        if (i + c < dk)
-            update_row(s + (i + c) * stride, k[i + c], q[i + c], d, u, out[c], columns);
-    for (int half = 0; half < 2; half++)
-        store_n(o + 4 * half, join(out, half), columns - 4 * half);
-}
-
-/* All tokens in the columns j..j+columns of head h. */
-static inline __attribute__((always_inline)) SSSE3 void all_tokens(const gdn_recurrent_args *a, int64_t h, int64_t j, float *s,
-                                                                    int64_t stride, int64_t columns)
-{
-    for (int64_t t = 0; t < a->tokens; t++) {
-        int64_t key = (t * a->k_heads + h / (a->v_heads / a->k_heads)) * a->dk, head = t * a->v_heads + h;
-        step(s, stride, a->dk, a->q + key, a->k + key, a->v + t * a->v_stride + h * a->dv + j, f32_exp(a->g[head]),
-             a->beta[head], a->o + head * a->dv + j, columns);
+    const float *ahead = s->ahead + s->rows * (COLUMNS / 2);
+    for (int c = 0; c < CHAINS; c++) {
+        __m128 o[VECTORS];
+        clear(o, vectors);
+        for (int64_t r = c; r < s->rows; r += CHAINS) {
+            __m128 kr = _mm_set1_ps(t->k[r]), qr = _mm_set1_ps(t->q[r]);
+            fetch(&ahead, vectors);
+            for (int i = 0; i < vectors; i++) {
+                __m128 x = load_n(s->work + r * s->work_stride + 4 * i, left - 4 * i);
+                x = _mm_add_ps(x, _mm_mul_ps(kr, u[i]));
+                store_n(s->state + r * s->state_stride + 4 * i, x, left - 4 * i);
+                o[i] = _mm_add_ps(o[i], _mm_mul_ps(qr, x));
+            }
+        }
+        for (int i = 0; i < vectors; i++)
+            out[c][i] = o[i];
     }
 }
 
-/* The same on a copy of the columns without gaps: rows a power of two apart fall into few sets of the L1 cache. */
-static SSSE3 void all_tokens_in_panel(const gdn_recurrent_args *a, int64_t h, int64_t j, float *s)
+/* The operands of a token to come: tokens lie far apart, and many of them in the same sets of the caches. */
+INLINE SSSE3 void fetch_token(const token *t, int64_t rows)
 {
-    float panel[PANEL_ROWS * COLUMNS];
-    for (int64_t i = 0; i < a->dk; i++)
-        memcpy(panel + i * COLUMNS, s + i * a->dv, COLUMNS * sizeof(float));
-    all_tokens(a, h, j, panel, COLUMNS, COLUMNS);
-    for (int64_t i = 0; i < a->dk; i++)
-        memcpy(s + i * a->dv, panel + i * COLUMNS, COLUMNS * sizeof(float));
+    for (int64_t r = 0; r < rows; r += LINE) {
+        _mm_prefetch((const char *)(t->q + AHEAD * t->key_stride + r), _MM_HINT_T0);
+        _mm_prefetch((const char *)(t->k + AHEAD * t->key_stride + r), _MM_HINT_T0);
+    }
+    _mm_prefetch((const char *)(t->v + AHEAD * t->v_stride), _MM_HINT_T0);
+}
+
+/* A run of tokens in `vectors` vectors of columns, of which `left` exist. */
+INLINE SSSE3 void run_tokens(const panel *s, int vectors, int64_t left, token t, const float *decay, int64_t tokens)
+{
+    chain_sums predicted, out;
+    __m128 u[VECTORS];
+    begin_run(s, vectors, left, t.k, decay[0], predicted);
+    for (int64_t n = 1; n <= tokens; n++) {
+        if (n + AHEAD <= tokens)
+            fetch_token(&t, s->rows);
+        for (int i = 0; i < vectors; i++) {
+            __m128 error = _mm_sub_ps(load_n(t.v + 4 * i, left - 4 * i), join(predicted, i));
+            u[i] = _mm_mul_ps(_mm_set1_ps(*t.beta), error);
+        }
+        if (n < tokens)
+            update_and_predict(s, vectors, left, &t, u, decay[n], out, predicted);
+        else
+            end_run(s, vectors, left, &t, u, out);
+        for (int i = 0; i < vectors; i++)
+            store_n(t.o + 4 * i, join(out, i), left - 4 * i);
+        t.q += t.key_stride;
+        t.k += t.key_stride;
+        t.v += t.v_stride;
+        t.o += t.o_stride;
+        t.beta += t.heads;
+    }
+}
+
+static SSSE3 void run_panel(const panel *s, token t, const float *decay, int64_t tokens)
+{
+    float work[PANEL_ROWS * COLUMNS] __attribute__((aligned(64)));
+    panel copied = *s;
+    if (s->rows <= PANEL_ROWS) {
+        copied.work = work;
+        copied.work_stride = COLUMNS;
+    }
+    run_tokens(&copied, VECTORS, COLUMNS, t, decay, tokens);
+}
+
+static SSSE3 void run_end(const panel *s, int64_t left, token t, const float *decay, int64_t tokens)
+{
+    run_tokens(s, 1, left, t, decay, tokens);
+}
+
+/* Token t of head h, columns from 0 on. */
+static token token_at(const gdn_recurrent_args *a, int64_t h, int64_t t)
+{
+    int64_t key = (t * a->k_heads + h / (a->v_heads / a->k_heads)) * a->dk, head = t * a->v_heads + h;
+    return (token){a->q + key,      a->k + key,  a->v + t * a->v_stride + h * a->dv, a->beta + head, a->o + head * a->dv,
+                   a->k_heads * a->dk, a->v_stride, a->v_heads * a->dv, a->v_heads};
+}
+
+/* Tokens t..t+tokens of head h; `ahead` is another head's state. */
+static SSSE3 void head_run(const gdn_recurrent_args *a, int64_t h, int64_t t, int64_t tokens, const float *ahead)
+{
+    token first = token_at(a, h, t);
+    float decay[RUN];
+    float *state = a->state + h * a->dk * a->dv;
+    for (int64_t i = 0; i < tokens; i++)
+        decay[i] = f32_exp(a->g[(t + i) * a->v_heads + h]);
+    for (int64_t j = 0; j < a->dv;) {
+        int64_t left = a->dv - j, columns = left >= COLUMNS ? COLUMNS : 4;
+        panel s = {state + j, state + j, a->dv, a->dv, a->dk, ahead + j * a->dk};
+        if (columns == COLUMNS)
+            run_panel(&s, first, decay, tokens);
+        else
+            run_end(&s, left, first, decay, tokens);
+        first.v += columns;
+        first.o += columns;
+        j += columns;
+    }
 }
 
 SSSE3 void ssse3_gdn_recurrent(const gdn_recurrent_args *a, int64_t begin, int64_t end)
 {
-    int copy = a->tokens > 1 && a->dk <= PANEL_ROWS;
-    for (int64_t h = begin; h < end; h++) {
-        float *state = a->state + h * a->dk * a->dv;
-        int64_t j = 0;
-        for (; j + COLUMNS <= a->dv; j += COLUMNS) {
-            if (copy)
-                all_tokens_in_panel(a, h, j, state + j);
-            else
-                all_tokens(a, h, j, state + j, a->dv, COLUMNS);
+    int64_t size = a->dk * a->dv;
+    for (int64_t i = 0; begin < end && i < size; i += LINE)
+        _mm_prefetch((const char *)(a->state + begin * size + i), _MM_HINT_T1);
+    for (int64_t h = begin; h < end; h++)
+        for (int64_t t = 0; t < a->tokens; t += RUN) {
+            int64_t tokens = a->tokens - t < RUN ? a->tokens - t : RUN, next = h + 1 < end ? h + 1 : h;
+            head_run(a, h, t, tokens, a->state + next * size);
         }
-        if (j < a->dv)
-            all_tokens(a, h, j, state + j, a->dv, a->dv - j);
-    }
 }

@@ -2,5 +2,5 @@
 
 SSSE3 void ssse3_gemm_q4_0_q8_0(const matmul_q8_args *a, int64_t begin, int64_t end)
 {
-    gemm(a, q4_0_dots, sizeof(q4_0_x8), begin, end);
+    gemm(a, q4_0, begin, end);
 }

@@ -2,5 +2,5 @@
 
 SSSE3 void ssse3_gemm_q8_0_q8_0(const matmul_q8_args *a, int64_t begin, int64_t end)
 {
-    gemm(a, q8_0_dots, sizeof(q8_0_x8), begin, end);
+    gemm(a, q8_0, begin, end);
 }

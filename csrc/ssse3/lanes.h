@@ -10,6 +10,8 @@
 #include <stdint.h>
 #include <tmmintrin.h>
 
+#define INLINE static inline __attribute__((always_inline)) /* the same as in blocks.h */
+
 enum { LANES = 16 };
 
 /* The first n of four floats, zeros for the rest; n may be anything. */
@@ -57,7 +59,7 @@ static inline SSSE3 float lane_square_sum(const float *x, int64_t n)
             __m128 e = _mm_loadu_ps(x + i + 4 * g);
             v[g] = _mm_add_ps(v[g], _mm_mul_ps(e, e));
         }
-    for (int g = 0; g < 4; g++) {
+    for (int g = 0; g < 4 && whole + 4 * g < n; g++) {
         __m128 e = load_n(x + whole + 4 * g, n - whole - 4 * g);
         v[g] = _mm_add_ps(v[g], _mm_mul_ps(e, e));
     }

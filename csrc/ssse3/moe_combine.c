@@ -1,24 +1,39 @@
-/* A vector is four elements in a row; its sum over the slots stays in a register. */
+/* A vector is four elements in a row; the sums of four vectors over the slots stay in registers. */
 #include "../kernels.h"
 #include "lanes.h"
 #include "math.h"
 
+enum { VECTORS = 4, COLUMNS = 4 * VECTORS };
+
+/* Elements i..i+4*vectors of a token, of which `left` exist. */
+INLINE SSSE3 void combine(const moe_combine_args *a, int64_t t, float gate, int64_t i, int vectors, int64_t left)
+{
+    const float *shared = a->shared ? a->shared + t * a->n + i : NULL;
+    float *y = a->y + t * a->n + i;
+    __m128 sum[VECTORS];
+    for (int v = 0; v < vectors; v++)
+        sum[v] = _mm_setzero_ps();
+    for (int64_t slot = t * a->k; slot < (t + 1) * a->k; slot++) {
+        const float *out = a->expert_out + a->row_of[slot] * a->n + i;
+        __m128 weight = _mm_set1_ps(a->weights[slot]);
+        for (int v = 0; v < vectors; v++)
+            sum[v] = mul_add(sum[v], weight, load_n(out + 4 * v, left - 4 * v));
+    }
+    for (int v = 0; v < vectors; v++) {
+        if (shared)
+            sum[v] = mul_add(sum[v], _mm_set1_ps(gate), load_n(shared + 4 * v, left - 4 * v));
+        store_n(y + 4 * v, sum[v], left - 4 * v);
+    }
+}
+
 SSSE3 void ssse3_moe_combine(const moe_combine_args *a, int64_t begin, int64_t end)
 {
     for (int64_t t = begin; t < end; t++) {
-        const float *weights = a->weights + t * a->k;
-        const int32_t *rows = a->row_of + t * a->k;
-        __m128 gate = _mm_set1_ps(a->shared ? f32_sigmoid(a->shared_gate[t]) : 0.0f);
-        for (int64_t i = 0; i < a->n; i += 4) {
-            int64_t left = a->n - i;
-            __m128 sum = _mm_setzero_ps();
-            for (int64_t slot = 0; slot < a->k; slot++) {
-                __m128 out = load_n(a->expert_out + rows[slot] * a->n + i, left);
-                sum = _mm_add_ps(sum, _mm_mul_ps(_mm_set1_ps(weights[slot]), out));
-            }
-            if (a->shared)
-                sum = _mm_add_ps(sum, _mm_mul_ps(gate, load_n(a->shared + t * a->n + i, left)));
-            store_n(a->y + t * a->n + i, sum, left);
-        }
+        float gate = a->shared ? f32_sigmoid(a->shared_gate[t]) : 0.0f;
+        int64_t i = 0;
+        for (; i + COLUMNS <= a->n; i += COLUMNS)
+            combine(a, t, gate, i, VECTORS, COLUMNS);
+        for (; i < a->n; i += 4)
+            combine(a, t, gate, i, 1, a->n - i);
     }
 }

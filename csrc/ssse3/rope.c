@@ -1,18 +1,25 @@
 /* A vector is four pairs of a head: elements j..j+3 and j+half..j+half+3. */
 #include "../kernels.h"
 #include "lanes.h"
+#include "math.h"
+
+INLINE SSSE3 void turn(float *x, float *y, const float *cos, const float *sin, int64_t left)
+{
+    __m128 xj = load_n(x, left), yj = load_n(y, left), c = load_n(cos, left), s = load_n(sin, left);
+    store_n(x, _mm_sub_ps(_mm_mul_ps(xj, c), _mm_mul_ps(yj, s)), left);
+    store_n(y, mul_add(_mm_mul_ps(yj, c), xj, s), left);
+}
 
 SSSE3 void ssse3_rope(const rope_args *a, int64_t begin, int64_t end)
 {
+    int64_t half = a->half;
     for (int64_t item = begin; item < end; item++) {
-        float *x = a->x + item * a->head_dim, *y = x + a->half;
-        const float *cos = a->cos + item / a->heads * a->half, *sin = a->sin + item / a->heads * a->half;
-        for (int64_t j = 0; j < a->half; j += 4) {
-            int64_t left = a->half - j;
-            __m128 xj = load_n(x + j, left), yj = load_n(y + j, left);
-            __m128 c = load_n(cos + j, left), s = load_n(sin + j, left);
-            store_n(x + j, _mm_sub_ps(_mm_mul_ps(xj, c), _mm_mul_ps(yj, s)), left);
-            store_n(y + j, _mm_add_ps(_mm_mul_ps(yj, c), _mm_mul_ps(xj, s)), left);
-        }
+        float *x = a->x + item * a->head_dim, *y = x + half;
+        const float *cos = a->cos + item / a->heads * half, *sin = a->sin + item / a->heads * half;
+        int64_t j = 0;
+        for (; j + 4 <= half; j += 4)
+            turn(x + j, y + j, cos + j, sin + j, 4);
+        if (j < half)
+            turn(x + j, y + j, cos + j, sin + j, half - j);
     }
 }

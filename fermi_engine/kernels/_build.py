@@ -13,7 +13,7 @@ from pathlib import Path
 
 from setuptools.command.build_ext import build_ext
 
-BACKENDS = ("scalar", "ssse3")
+BACKENDS = ("scalar", "ssse3", "avx2")
 # -march=x86-64 holds against a compiler or CFLAGS with a higher default: it comes last.
 # -fno-math-errno only lets sqrtf compile to sqrtss; nothing here relaxes IEEE arithmetic.
 CFLAGS = [
@@ -56,7 +56,7 @@ def declarations(csrc: Path) -> str:
 
 def sources(csrc: Path) -> list[Path]:
     """Every C file of the module, in a fixed order."""
-    files = [csrc / "cpu.c", csrc / "pool.c"]
+    files = [csrc / "cpu.c", csrc / "pool.c", csrc / "roofline.c"]
     for op, _, backends in kernels(csrc):
         files += [csrc / backend / f"{op}.c" for backend in backends]
     return files

@@ -6,16 +6,24 @@ HK/HV key and value heads, K/V their sizes, D head size, n row length, nb = n / 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fermi_engine.formats import Matrix
+from fermi_engine.errors import BackendError
+from fermi_engine.formats import Experts, KVLayout, Matrix
 from fermi_engine.kernels.dispatch import Kernel, library
-from fermi_engine.kernels.threads import default_threads
+from fermi_engine.kernels.program import Clock, Program
+from fermi_engine.kernels.threads import default_threads, pinned
 
 ATTENTION_BLOCK = 64  # absolute positions that merge together; page sizes do not change it
 MAX_TAPS = 16  # of conv1d_silu: csrc/kernels.h
+MATRIX_GROUPS = 16  # groups of 8 rows that a thread takes at least
+SHARED_TOKENS = 8  # tokens that share a pass over the keys and values in prefill
+KV_FORMATS = ("f32", "f16", "q8_0")  # in the order of csrc/kernels.h
 DEQUANTIZE_TILE = 256  # weight rows expanded to float32 at a time when activations stay float32
 
 
@@ -25,6 +33,16 @@ class Q8Rows(NamedTuple):
     codes: np.ndarray
     d: np.ndarray
     sums: np.ndarray
+
+
+class ExpertRows(NamedTuple):
+    """Which expert each row belongs to, int32: hit [min(E, T*k)], first [the same + 1], hits [1], source [T*k], row_of [T, k]."""
+
+    hit: np.ndarray
+    first: np.ndarray
+    hits: np.ndarray
+    source: np.ndarray
+    row_of: np.ndarray
 
 
 class Activations:
@@ -41,18 +59,12 @@ class Activations:
             self._q8 = self._kernels.quantize_q8_0(self.x)
         return self._q8
 
-    def take(self, rows: np.ndarray) -> Activations:
-        """Some of the rows; codes are gathered, not computed again."""
-        taken = Activations(self._kernels, self.x[rows])
-        if self._q8 is not None:
-            taken._q8 = Q8Rows(*(part[rows] for part in self._q8))
-        return taken
-
 
 class CpuKernels:
     """Every op, bound to one table of C functions and a thread count.
 
-    `ran` records op -> backend of each call made, so that a test can ask who really ran.
+    `ran` records op -> backend of each call made, so that a test can ask who really ran. `clock` adds up the time of each op
+    while it is on. Inside `record()` nothing runs: the calls become a Program over the arrays they were given and returned.
     """
 
     def __init__(self, table: dict[str, Kernel], threads: int | None = None) -> None:
@@ -61,6 +73,34 @@ class CpuKernels:
         self._table = table
         self.threads = threads or default_threads()
         self.ran: dict[str, str] = {}
+        self.clock = Clock()
+        self._program: Program | None = None
+        self._own_cpu: int | None = None
+
+    def pin(self, cpus: list[int]) -> None:
+        """Worker i on logical CPU cpus[i] from now on, the calling thread on cpus[0] inside `held`; all free for none.
+
+        The workers are one pool for the process: the last call counts. Raises BackendError when the system refuses.
+        """
+        code = self._lib.fermi_pin(self._ffi.new("int[]", cpus), len(cpus))
+        if code:
+            raise BackendError(f"--pin: CPUs {cpus} are refused ({os.strerror(code)}); leave --pin out")
+        self._own_cpu = cpus[0] if cpus else None
+
+    def held(self) -> AbstractContextManager[None]:
+        """Keeps the calling thread on its CPU, where `pin` gave it one."""
+        return pinned(self._own_cpu)
+
+    @contextmanager
+    def record(self) -> Iterator[Program]:
+        """Collect the calls made inside into a Program; their results hold nothing before it runs."""
+        program = Program(self._ffi, self._lib, self.threads, self.clock)
+        self._program = program
+        try:
+            yield program
+        finally:
+            self._program = None
+        program.seal()
 
     @property
     def backends(self) -> dict[str, str]:
@@ -75,7 +115,14 @@ class CpuKernels:
         kernel = self._table[op]
         self.ran[op] = kernel.backend
         args = self._ffi.new(struct, fields)
-        self._lib.fermi_run(kernel.pointer, args, items, grain, self.threads)
+        if self._program is not None:
+            self._program.add(op, kernel.pointer, args, items, grain, fields)
+        elif self.clock.on:
+            with self.record() as program:
+                program.add(op, kernel.pointer, args, items, grain, fields)
+            program.run()
+        else:
+            self._lib.fermi_run(kernel.pointer, args, items, grain, self.threads)
 
     def _f32(self, array: np.ndarray) -> Any:
         return self._pointer(array, np.float32, "float[]")
@@ -84,6 +131,8 @@ class CpuKernels:
         if array.dtype != dtype or not array.flags.c_contiguous:
             raise TypeError(f"kernel argument must be C-contiguous {np.dtype(dtype)}, got {array.dtype} "
                             f"with strides {array.strides}")
+        if self._program is not None:
+            self._program.keep(array)
         return self._ffi.from_buffer(ctype, array)
 
     def _i32(self, array: np.ndarray) -> Any:
@@ -154,22 +203,48 @@ class CpuKernels:
                    "d": self._f32(q.d), "sums": self._i32(q.sums), "n": n})
         return q
 
-    def matmul_q8(self, op: str, q: Q8Rows, w: Matrix, isums: np.ndarray | None = None) -> np.ndarray:
-        """One of the four gemv_/gemm_ ops: q8_0 rows times a stored q4_0 or q8_0 matrix -> [T, rows].
+    def matmul_q8(self, op: str, q: Q8Rows, w: Matrix, isums: np.ndarray | None = None, source: np.ndarray | None = None,
+                  out: np.ndarray | None = None, column: int = 0) -> np.ndarray:
+        """One of the four gemv_/gemm_ ops: q8_0 rows times a stored q4_0 or q8_0 matrix -> [T, rows], or into columns
+        `column`.. of `out` [T, *].
 
-        isums, int32 [T, rows, nb], receives the exact block dots where given.
+        isums, int32 [T, rows, nb], receives the exact block dots where given; source, int32 [T], names the row of q that
+        each token takes.
         """
-        tokens, n = q.codes.shape
+        tokens, n = q.codes.shape if source is None else (len(source), q.codes.shape[1])
         if n != w.cols or f"_{w.format}_" not in op:
             raise ValueError(f"{op}: activations of {n} columns against a {w.format} matrix of {w.cols}")
-        y = self.empty((tokens, w.rows))
-        self._run(op, "matmul_q8_args *", -(-w.rows // 8), 8,
+        y = self._output(tokens, w.rows, out, column)
+        self._run(op, "matmul_q8_args *", -(-w.rows // 8), MATRIX_GROUPS,
                   {"w": self._pointer(w.data, np.uint8, "uint8_t[]"),
                    "codes": self._pointer(q.codes, np.int8, "int8_t[]"), "d": self._f32(q.d),
-                   "sums": self._i32(q.sums), "y": self._f32(y),
+                   "sums": self._i32(q.sums), "y": self._f32(y) + column,
+                   "source": self._ffi.NULL if source is None else self._i32(source),
                    "isums": self._ffi.NULL if isums is None else self._i32(isums),
-                   "rows": w.rows, "n": n, "tokens": tokens, "y_stride": w.rows})
+                   "rows": w.rows, "n": n, "tokens": tokens, "y_stride": y.shape[1]})
         return y
+
+    def grouped_gemm(self, q: Q8Rows, experts: Experts, work: ExpertRows, gathered: bool) -> np.ndarray:
+        """Every expert's rows times its own matrix -> [T*k, rows] in the order of `work`. `gathered`: row j of q belongs to
+        row j of the work; else it takes row work.source[j], its token's."""
+        n, groups, slots = q.codes.shape[1], -(-experts.rows // 8), work.source.size
+        if n != experts.cols or (gathered and len(q.codes) != slots):
+            raise ValueError(f"grouped_gemm: activations {q.codes.shape} against experts of {experts.cols} columns, {slots} rows")
+        y = self.empty((slots, experts.rows))
+        self._run(f"grouped_gemm_{experts.format}_q8_0", "grouped_q8_args *", work.hit.size * groups, MATRIX_GROUPS,
+                  {"w": self._pointer(experts.data, np.uint8, "uint8_t[]"),
+                   "codes": self._pointer(q.codes, np.int8, "int8_t[]"), "d": self._f32(q.d), "sums": self._i32(q.sums),
+                   "hit": self._i32(work.hit), "first": self._i32(work.first), "hits": self._i32(work.hits),
+                   "source": self._ffi.NULL if gathered else self._i32(work.source), "y": self._f32(y),
+                   "stride": experts.stride, "rows": experts.rows, "n": n})
+        return y
+
+    def _output(self, tokens: int, rows: int, out: np.ndarray | None, column: int) -> np.ndarray:
+        if out is None:
+            return self.empty((tokens, rows))
+        if len(out) != tokens or column + rows > out.shape[1]:
+            raise ValueError(f"product of {tokens} by {rows} does not fit {out.shape} from column {column} on")
+        return out
 
     def dequantize(self, w: Matrix, first: int = 0, count: int | None = None, ids: np.ndarray | None = None) -> np.ndarray:
         """Rows of a q4_0, q8_0 or f16 matrix as float32: `count` rows from `first`, or the rows named by int32 `ids`."""
@@ -185,26 +260,27 @@ class CpuKernels:
         tokens, n = x.shape
         if w.shape[1] != n:
             raise ValueError(f"gemm_f32: rows of {n} against a matrix of {w.shape[1]} columns")
-        y = self.empty((tokens, w.shape[0])) if out is None else out
+        y = self._output(tokens, w.shape[0], out, column)
         self._run("gemm_f32", "gemm_f32_args *", w.shape[0], 32,
                   {"x": self._f32(x), "w": self._f32(w), "y": self._f32(y) + column,
                    "n": n, "tokens": tokens, "y_stride": y.shape[1]})
         return y
 
-    def linear(self, act: Activations, w: Matrix, mode: str) -> np.ndarray:
-        """act [T, n] times any stored matrix -> [T, rows]; mode 'q8_0' or 'f32' for quantised weights (EngineConfig)."""
+    def linear(self, act: Activations, w: Matrix, mode: str, out: np.ndarray | None = None, column: int = 0) -> np.ndarray:
+        """act [T, n] times any stored matrix -> [T, rows], or into columns `column`.. of `out` [T, *]; mode 'q8_0' or 'f32'
+        for quantised weights (EngineConfig)."""
         if w.format == "f32":
-            return self.gemm_f32(act.x, w.data.view(np.float32))
+            return self.gemm_f32(act.x, w.data.view(np.float32), out, column)
         if mode == "f32" or w.format == "f16":
-            return self._linear_dequantized(act.x, w)
+            return self._linear_dequantized(act.x, w, out, column)
         kind = "gemv" if act.x.shape[0] == 1 else "gemm"
-        return self.matmul_q8(f"{kind}_{w.format}_q8_0", act.q8, w)
+        return self.matmul_q8(f"{kind}_{w.format}_q8_0", act.q8, w, out=out, column=column)
 
-    def _linear_dequantized(self, x: np.ndarray, w: Matrix) -> np.ndarray:
-        y = self.empty((x.shape[0], w.rows))
+    def _linear_dequantized(self, x: np.ndarray, w: Matrix, out: np.ndarray | None, column: int) -> np.ndarray:
+        y = self._output(x.shape[0], w.rows, out, column)
         for first in range(0, w.rows, DEQUANTIZE_TILE):
             tile = self.dequantize(w, first, min(DEQUANTIZE_TILE, w.rows - first))
-            self.gemm_f32(x, tile, out=y, column=first)
+            self.gemm_f32(x, tile, out=y, column=column + first)
         return y
 
     def rows(self, w: Matrix, ids: np.ndarray) -> np.ndarray:
@@ -282,7 +358,9 @@ class CpuKernels:
             raise ValueError(f"gdn_recurrent: q {q.shape}, v {v.shape} from {column}, g {g.shape} and state {state.shape} "
                              "do not fit")
         o = self.empty((tokens, v_heads, dv))
-        self._run("gdn_recurrent", "gdn_recurrent_args *", v_heads, 1,
+        # The state of a head is fetched while the one before it is computed: a call of few heads has little to hide behind.
+        grain = 1 if tokens > 1 else max(2, min(8, v_heads // self.threads))
+        self._run("gdn_recurrent", "gdn_recurrent_args *", v_heads, grain,
                   {"q": self._f32(q), "k": self._f32(k), "v": self._f32(v) + column, "g": self._f32(g),
                    "beta": self._f32(beta), "state": self._f32(state), "o": self._f32(o), "tokens": tokens,
                    "k_heads": k_heads, "v_heads": v_heads, "dk": dk, "dv": dv, "v_stride": v.shape[1]})
@@ -309,24 +387,42 @@ class CpuKernels:
                    "head_dim": head_dim, "half": cos.shape[1]})
         return x
 
-    def attention(self, q: np.ndarray, k_pages: list[np.ndarray], v_pages: list[np.ndarray], start: int,
-                  scale: float) -> np.ndarray:
-        """Causal attention of q [T, heads, D] at absolute positions start.. over pages [kv_heads, page_tokens, D] -> like q.
+    def kv_append(self, cache: KVLayout, start: np.ndarray, key: np.ndarray, value: np.ndarray) -> None:
+        """key, value [T, kv_heads, D] into the cache at positions start[0].. (int64 [1]); its pages must be there."""
+        tokens, kv_heads, head_dim = key.shape
+        if value.shape != key.shape or kv_heads != cache.kv_heads or head_dim != cache.head_dim:
+            raise ValueError(f"kv_append: keys {key.shape}, values {value.shape} into a cache of {cache.kv_heads} heads of "
+                             f"{cache.head_dim}")
+        self._room("kv_append", cache, start, tokens)
+        self._run("kv_append", "kv_append_args *", tokens * kv_heads, 16,
+                  {"k": self._f32(key), "v": self._f32(value), "kv_heads": kv_heads, **self._cache(cache, start)})
 
-        The pages already hold the keys and values of these tokens.
+    def attention(self, q: np.ndarray, cache: KVLayout, start: np.ndarray, scale: float) -> np.ndarray:
+        """Causal attention of q [T, heads, D] at absolute positions start[0].. (int64 [1]) over the cache -> like q.
+
+        The cache already holds the keys and values of these tokens.
         """
         tokens, heads, head_dim = q.shape
-        kv_heads, page_tokens, _ = k_pages[0].shape
-        if start + tokens > page_tokens * len(k_pages):
-            raise ValueError(f"attention: {start + tokens} positions in {len(k_pages)} pages of {page_tokens}")
+        if head_dim != cache.head_dim or heads % cache.kv_heads:
+            raise ValueError(f"attention: queries {q.shape} against a cache of {cache.kv_heads} heads of {cache.head_dim}")
+        self._room("attention", cache, start, tokens)
         o = self.empty(q.shape)
-        keys = self._ffi.new("float *[]", [self._f32(page) for page in k_pages])
-        values = self._ffi.new("float *[]", [self._f32(page) for page in v_pages])
-        group = heads // kv_heads  # query heads that share one pass over the cache
-        self._run("attention", "attention_args *", tokens * heads, group,
-                  {"q": self._f32(q), "k_pages": keys, "v_pages": values, "o": self._f32(o), "heads": heads,
-                   "kv_heads": kv_heads, "head_dim": head_dim, "start": start, "page_tokens": page_tokens, "scale": scale})
+        # Query heads of a key head share one pass over the cache, and so do tokens where there are enough for all threads.
+        grain = SHARED_TOKENS * heads if tokens >= 2 * SHARED_TOKENS * self.threads else heads // cache.kv_heads
+        self._run("attention", "attention_args *", tokens * heads, grain,
+                  {"q": self._f32(q), "o": self._f32(o), "heads": heads, "kv_heads": cache.kv_heads, "scale": scale,
+                   **self._cache(cache, start)})
         return o
+
+    def _room(self, op: str, cache: KVLayout, start: np.ndarray, tokens: int) -> None:
+        if int(start[0]) + tokens > cache.capacity:
+            raise ValueError(f"{op}: {int(start[0]) + tokens} positions in a cache of {cache.capacity}")
+
+    def _cache(self, cache: KVLayout, start: np.ndarray) -> dict[str, Any]:
+        return {"k_pages": self._pointer(cache.k_table, np.uintp, "void *[]"),
+                "v_pages": self._pointer(cache.v_table, np.uintp, "void *[]"),
+                "start": self._pointer(start, np.int64, "int64_t[]"),
+                "head_dim": cache.head_dim, "page_tokens": cache.page_tokens, "format": KV_FORMATS.index(cache.format)}
 
     # mixture of experts
 
@@ -338,6 +434,16 @@ class CpuKernels:
                   {"logits": self._f32(logits), "ids": self._i32(ids), "weights": self._f32(weights),
                    "experts": experts, "k": k})
         return ids, weights
+
+    def expert_rows(self, ids: np.ndarray, experts: int) -> ExpertRows:
+        """The experts' work list for the router's choice ids int32 [T, k] among `experts`."""
+        tokens, k = ids.shape
+        most = min(experts, ids.size)
+        work = ExpertRows(*(self.empty(shape, np.int32) for shape in (experts, experts + 1, 1, ids.size, ids.shape)))
+        self._run("expert_rows", "expert_rows_args *", 1, 1,
+                  {"ids": self._i32(ids), **{name: self._i32(array) for name, array in work._asdict().items()},
+                   "tokens": tokens, "k": k, "experts": experts})
+        return work._replace(hit=work.hit[:most], first=work.first[: most + 1])
 
     def moe_combine(self, expert_out: np.ndarray, row_of: np.ndarray, weights: np.ndarray,
                     shared: np.ndarray, shared_gate: np.ndarray) -> np.ndarray:

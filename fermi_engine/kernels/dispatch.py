@@ -24,7 +24,7 @@ class Backend:
     needs: tuple[str, ...]
 
 
-BACKENDS = (Backend("ssse3", ("ssse3",)), Backend("scalar", ()))  # best first
+BACKENDS = (Backend("avx2", ("avx2", "f16c")), Backend("ssse3", ("ssse3",)), Backend("scalar", ()))  # best first
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,13 @@ class GatedAttention:
         k: CpuKernels,
         u: Activations,
         cache: KVPages,
-        start: int,
+        start: np.ndarray,
         rope: tuple[np.ndarray, np.ndarray],
         mode: str,
         trace: Trace,
     ) -> np.ndarray:
-        """u: normed hidden rows [T, H] at positions start..; rope: cos, sin [T, rotary/2]; returns [T, H]."""
+        """u: normed hidden rows [T, H] at positions start[0].. (int64 [1]), for which the cache has pages; rope: cos, sin
+        [T, rotary/2]; returns [T, H]."""
         c = self.config
         tokens, heads, head_dim = u.x.shape[0], c.num_attention_heads, c.head_dim
         query_gate = k.linear(u, self.q_proj, mode).reshape(tokens * heads, 2 * head_dim)
@@ -48,8 +49,8 @@ class GatedAttention:
         k.rope(key, *rope)
         trace("q", query)
         trace("k", key)
-        cache.append(start, key, value)
-        out = k.attention(query, cache.keys, cache.values, start, 1.0 / math.sqrt(head_dim))
+        k.kv_append(cache, start, key, value)
+        out = k.attention(query, cache, start, 1.0 / math.sqrt(head_dim))
         trace("attention", out)
         gated = k.sigmoid_mul(out.reshape(tokens * heads, head_dim), query_gate, head_dim)
         gated = gated.reshape(tokens, heads * head_dim)

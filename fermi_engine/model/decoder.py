@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import numpy as np
 
+from fermi_engine.formats import Experts, Matrix
 from fermi_engine.kernels.cpu import CpuKernels
 from fermi_engine.model.attention import GatedAttention, RotaryTables
 from fermi_engine.model.gated_delta_net import GatedDeltaNet
 from fermi_engine.model.moe import DenseMLP, SparseMoE
 from fermi_engine.model.weights import Trace, Weights, silent
-from fermi_engine.state import HybridState
+from fermi_engine.state import DeltaState, HybridState, KVPages
+
+
+class Positions:
+    """Where a run of text tokens stands: `start` int64 [1], and cos, sin [T, rotary/2] of positions start[0].. ."""
+
+    def __init__(self, axes: np.ndarray, start: np.ndarray, rope: tuple[np.ndarray, np.ndarray]) -> None:
+        self._axes, self.start, self.rope = axes, start, rope
+
+    @classmethod
+    def of(cls, decoder: Decoder, start: int, count: int) -> Positions:
+        """Text positions start.. (equal on all three axes)."""
+        axes = np.empty((3, count), np.int32)
+        axes[:] = np.arange(start, start + count)
+        return cls(axes, np.array([start], np.int64), decoder.rotary.at(decoder.kernels, axes))
+
+    def move(self, start: int) -> None:
+        """Other positions for calls that were recorded with these: the tables follow when they run."""
+        self._axes[:] = np.arange(start, start + self._axes.shape[1])
+        self.start[0] = start
 
 
 class Layer:
@@ -24,16 +44,22 @@ class Layer:
         self.mixer = GatedAttention(weights, index) if self.is_attention else GatedDeltaNet(weights, index)
         self.ffn = SparseMoE(weights, index) if c.num_experts else DenseMLP(weights, f"layers.{index}.mlp.")
 
+    def formats(self) -> set[str]:
+        """Formats of its matrices."""
+        parts = [self.mixer, self.ffn, getattr(self.ffn, "shared_expert", None)]
+        found = [value for part in parts if part for value in vars(part).values()]
+        return {value.format for value in found if isinstance(value, (Matrix, Experts))}
+
     def forward(
         self,
         k: CpuKernels,
         x: np.ndarray,
-        state: HybridState,
-        rope: tuple[np.ndarray, np.ndarray],
+        state: DeltaState | KVPages,
+        at: Positions,
         mode: str,
         trace: Trace,
     ) -> np.ndarray:
-        """x [T, H] at positions state.position.. -> [T, H]; this layer's part of the state moves on by T tokens."""
+        """x [T, H] at the given positions -> [T, H]; this layer's `state` moves on by T tokens."""
 
         def report(name: str, array: np.ndarray) -> None:
             trace(f"layers.{self.index}.{name}", array)
@@ -42,9 +68,9 @@ class Layer:
         u = k.activations(k.rms_norm(x, self.input_layernorm, self.eps))
         report("mixer_norm", u.x)
         if self.is_attention:
-            mixed = self.mixer.forward(k, u, state.layers[self.index], state.position, rope, mode, report)
+            mixed = self.mixer.forward(k, u, state, at.start, at.rope, mode, report)
         else:
-            mixed = self.mixer.forward(k, u, state.layers[self.index], mode, report)
+            mixed = self.mixer.forward(k, u, state, mode, report)
         report("mixer", mixed)
         x = k.add(x, mixed)
         u = k.activations(k.rms_norm(x, self.post_attention_layernorm, self.eps))
@@ -67,22 +93,16 @@ class Decoder:
         self.norm = weights.vector("norm.weight")
         self.rotary = RotaryTables(c)
         self.layers = [Layer(weights, i) for i in range(c.num_hidden_layers)]
+        formats = {self.embed_tokens.format, self.lm_head.format}.union(*(layer.formats() for layer in self.layers))
+        # Other formats are expanded to float32 tile by tile: a recording would have to keep every tile.
+        self.is_recordable = activations == "q8_0" and formats <= {"q4_0", "q8_0"}
 
     def hidden(self, ids: np.ndarray, state: HybridState, trace: Trace = silent) -> np.ndarray:
         """ids int32 [T] appended to `state` -> hidden rows [T, H] before the final norm; the state moves on by T."""
-        k = self.kernels
-        x = k.rows(self.embed_tokens, ids)
-        trace("embed", x)
-        rope = self.rope(state.position, len(ids))
-        for layer in self.layers:
-            x = layer.forward(k, x, state, rope, self.mode, trace)
+        state.reserve(state.position + len(ids))
+        x = self._layers(ids, state, Positions.of(self, state.position, len(ids)), trace)
         state.position += len(ids)
         return x
-
-    def rope(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """cos, sin [count, rotary/2] of text positions start.. (equal on all three axes)."""
-        positions = np.arange(start, start + count, dtype=np.int32)
-        return self.rotary.at(self.kernels, np.ascontiguousarray(np.broadcast_to(positions, (3, count))))
 
     def logits(self, x: np.ndarray, trace: Trace = silent) -> np.ndarray:
         """Hidden rows [T, H] -> logits [T, vocab]."""
@@ -91,3 +111,41 @@ class Decoder:
         out = self.kernels.linear(self.kernels.activations(normed), self.lm_head, self.mode)
         trace("logits", out)
         return out
+
+    def step(self, token: int, state: HybridState) -> np.ndarray:
+        """One token appended to `state` -> its logits [vocab], the bits of `logits(hidden(...))` in one call into C where
+        every weight is quantised; the state moves on by one."""
+        if not self.is_recordable:
+            return self.logits(self.hidden(np.array([token], np.int32), state))[0]
+        state.reserve(state.position + 1)
+        if state.program is None or state.program.decoder is not self:
+            state.program = Step(self, state)
+        logits = state.program.run(token, state.position)
+        state.position += 1
+        return logits
+
+    def _layers(self, ids: np.ndarray, state: HybridState, at: Positions, trace: Trace) -> np.ndarray:
+        x = self.kernels.rows(self.embed_tokens, ids)
+        trace("embed", x)
+        for layer, part in zip(self.layers, state.layers, strict=True):
+            x = layer.forward(self.kernels, x, part, at, self.mode, trace)
+        return x
+
+
+class Step:
+    """A decoder's forward pass of one token over the arrays of one state, recorded."""
+
+    def __init__(self, decoder: Decoder, state: HybridState) -> None:
+        self.decoder = decoder
+        self._id = np.zeros(1, np.int32)
+        with decoder.kernels.record() as self._program:
+            self._at = Positions.of(decoder, 0, 1)
+            hidden = decoder._layers(self._id, state, self._at, silent)
+            self._logits = decoder.logits(hidden)
+
+    def run(self, token: int, position: int) -> np.ndarray:
+        """Logits [vocab], a new array; the state's arrays move on by one token, its `position` does not."""
+        self._id[0] = token
+        self._at.move(position)
+        self._program.run()
+        return self._logits[0].copy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fermi_engine.kernels.cpu import Activations, CpuKernels
+from fermi_engine.kernels.cpu import Activations, CpuKernels, ExpertRows
 from fermi_engine.model.weights import Trace, Weights
 
 
@@ -18,7 +18,9 @@ class DenseMLP:
 
     def forward(self, k: CpuKernels, u: Activations, mode: str, trace: Trace) -> np.ndarray:
         """u: normed hidden rows [T, H] -> [T, H]."""
-        gate_up = np.concatenate([k.linear(u, self.gate_proj, mode), k.linear(u, self.up_proj, mode)], axis=1)
+        gate_up = k.empty((u.x.shape[0], self.gate_proj.rows + self.up_proj.rows))
+        k.linear(u, self.gate_proj, mode, out=gate_up)
+        k.linear(u, self.up_proj, mode, out=gate_up, column=self.gate_proj.rows)
         return k.linear(k.activations(k.swiglu(gate_up)), self.down_proj, mode)
 
 
@@ -29,7 +31,7 @@ class SparseMoE:
         prefix = f"layers.{layer}.mlp."
         self.top_k = weights.config.num_experts_per_tok
         self.gate = weights.vector(prefix + "gate.weight")
-        self.experts = [weights.expert(layer, e) for e in range(weights.config.num_experts)]
+        self.gate_up, self.down = weights.experts(layer)
         self.shared_expert = DenseMLP(weights, prefix + "shared_expert.")
         self.shared_expert_gate = weights.vector(prefix + "shared_expert_gate.weight")
 
@@ -40,24 +42,25 @@ class SparseMoE:
         trace("router_logits", logits)
         trace("router_ids", ids)
         trace("router_weights", weights)
-        expert_out, row_of = self._routed(k, u, ids, mode)
+        work = k.expert_rows(ids, self.gate_up.count)
+        expert_out = self._experts(k, u, work, mode)
         shared = self.shared_expert.forward(k, u, mode, trace)
         shared_gate = k.gemm_f32(u.x, self.shared_expert_gate)
-        return k.moe_combine(expert_out, row_of, weights, shared, shared_gate)
+        return k.moe_combine(expert_out, work.row_of, weights, shared, shared_gate)
 
-    def _routed(self, k: CpuKernels, u: Activations, ids: np.ndarray, mode: str) -> tuple[np.ndarray, np.ndarray]:
-        """Each hit expert once over all its tokens -> rows [T * k, H] grouped by expert, and where (token, slot) sits."""
-        order = np.argsort(ids, axis=None, kind="stable")
-        row_of = np.empty(ids.size, np.int32)
-        row_of[order] = np.arange(ids.size, dtype=np.int32)
-        hit, first = np.unique(ids.ravel()[order], return_index=True)
-        ends = np.append(first[1:], ids.size)
-        if mode == "q8_0" and self.experts[0][0].format in ("q4_0", "q8_0"):
-            _ = u.q8  # quantise all tokens once; the experts gather codes
-        out = k.empty((ids.size, u.x.shape[1]))
-        for expert, begin, end in zip(hit, first, ends, strict=True):
-            gate_up, down = self.experts[expert]
-            mine = u.take(order[begin:end] // self.top_k)
-            hidden = k.swiglu(k.linear(mine, gate_up, mode))
-            out[begin:end] = k.linear(k.activations(hidden), down, mode)
-        return out, row_of.reshape(ids.shape)
+    def _experts(self, k: CpuKernels, u: Activations, work: ExpertRows, mode: str) -> np.ndarray:
+        """Each hit expert once over all its rows -> [T * k, H] in the order of the work list."""
+        if mode == "f32" or not (self.gate_up.is_quantised and self.down.is_quantised):
+            return self._one_by_one(k, u, work, mode)
+        hidden = k.swiglu(k.grouped_gemm(u.q8, self.gate_up, work, gathered=False))
+        return k.grouped_gemm(k.quantize_q8_0(hidden), self.down, work, gathered=True)
+
+    def _one_by_one(self, k: CpuKernels, u: Activations, work: ExpertRows, mode: str) -> np.ndarray:
+        """The same for weights that are not multiplied as 8-bit codes."""
+        out = k.empty((work.source.size, self.down.rows))
+        for i in range(int(work.hits[0])):
+            begin, end = work.first[i], work.first[i + 1]
+            mine = k.activations(u.x[work.source[begin:end]])
+            hidden = k.swiglu(k.linear(mine, self.gate_up.matrix(int(work.hit[i])), mode))
+            out[begin:end] = k.linear(k.activations(hidden), self.down.matrix(int(work.hit[i])), mode)
+        return out

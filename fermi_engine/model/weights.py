@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from fermi_engine.config import ModelConfig
-from fermi_engine.formats import Matrix
+from fermi_engine.formats import Experts, Matrix
 
 Trace = Callable[[str, np.ndarray], None]
 
@@ -24,8 +24,8 @@ class Weights(Protocol):
     def matrix(self, name: str) -> Matrix:
         """A stored matrix [rows, cols]."""
 
-    def expert(self, layer: int, expert: int) -> tuple[Matrix, Matrix]:
-        """gate_up [2I, H] and down [H, I] of one expert."""
+    def experts(self, layer: int) -> tuple[Experts, Experts]:
+        """gate_up [2I, H] and down [H, I] of all experts of a layer."""
 
 
 def silent(name: str, array: np.ndarray) -> None:

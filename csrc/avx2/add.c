@@ -1,0 +1,14 @@
+/* A vector is eight elements in a row. */
+#include "../kernels.h"
+#include "lanes.h"
+
+AVX2 void avx2_add(const add_args *a, int64_t begin, int64_t end)
+{
+    const float *x = a->a, *z = a->b;
+    float *y = a->y;
+    int64_t i = begin;
+    for (; i + 8 <= end; i += 8)
+        _mm256_storeu_ps(y + i, _mm256_add_ps(_mm256_loadu_ps(x + i), _mm256_loadu_ps(z + i)));
+    if (i < end)
+        store_n(y + i, _mm256_add_ps(load_n(x + i, end - i), load_n(z + i, end - i)), end - i);
+}

@@ -1,0 +1,8 @@
+#include "../kernels.h"
+#include "../scalar/expert_rows.h"
+
+void avx2_expert_rows(const expert_rows_args *a, int64_t begin, int64_t end)
+{
+    if (begin < end)
+        expert_rows_sort(a);
+}

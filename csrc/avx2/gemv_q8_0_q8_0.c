@@ -1,0 +1,6 @@
+#include "matmul_q8.h"
+
+AVX2 void avx2_gemv_q8_0_q8_0(const matmul_q8_args *a, int64_t begin, int64_t end)
+{
+    gemv(a, q8_0, begin, end);
+}

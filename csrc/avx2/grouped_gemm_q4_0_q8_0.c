@@ -1,0 +1,6 @@
+#include "matmul_q8.h"
+
+AVX2 void avx2_grouped_gemm_q4_0_q8_0(const grouped_q8_args *a, int64_t begin, int64_t end)
+{
+    grouped(a, q4_0, begin, end);
+}

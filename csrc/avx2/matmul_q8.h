@@ -1,0 +1,205 @@
+/* Quantised weight rows times quantised activation rows, shared by the six products: y as kernels.h defines it.
+ *
+ * A stored block holds the same four code bytes of its eight rows in one vector, so an activation word broadcast to all
+ * lanes multiplies eight rows at once and no sum ever crosses lanes: lane r of a result is row r. A tile is one group of
+ * rows by up to TILE_TOKENS tokens: a block is unpacked once and stays in registers while the tokens take their turns.
+ * Activations are copied beforehand, once for all the groups of a call, into the order in which a tile meets them. Tiling
+ * changes no bit: y[t, r] is summed over blocks in order, and between two runs of blocks it waits in memory as the float
+ * it is. */
+#ifndef FERMI_AVX2_MATMUL_Q8_H
+#define FERMI_AVX2_MATMUL_Q8_H
+
+#include "../kernels.h"
+#include "../scalar/grouped.h"
+#include "blocks.h"
+#include "lanes.h"
+
+enum {
+    TILE_TOKENS = 16,
+    PACKED_BLOCKS = 512, /* 20 KB: with a tile's sums and weights they stay in a 32 KB level-1 cache */
+    WORDS = 8            /* vectors of an unpacked block; vector i belongs to activation codes 4i..4i+3 */
+};
+
+/* Bytes from a block of weights to the ones fetched along with it: far ones into the level-2 cache, near ones on to level 1. */
+enum { FAR = 6144, NEAR = 1024 };
+
+/* One block of one token. */
+typedef struct {
+    int8_t codes[BLOCK];
+    float d;
+    int32_t offset; /* 8 * sum */
+} packed_block;
+
+INLINE AVX2 __m256i broadcast_word(const int8_t *codes)
+{
+    int32_t word;
+    memcpy(&word, codes, sizeof word);
+    return _mm256_set1_epi32(word);
+}
+
+/* What differs between formats: a stored block's code bytes to vectors, and the exact dots of its rows with a token's block. */
+typedef void unpack_block(const uint8_t *qs, __m256i v[WORDS]);
+typedef __m256i block_dots(const __m256i v[WORDS], const packed_block *x);
+
+INLINE AVX2 void q4_0_unpack(const uint8_t *qs, __m256i v[WORDS])
+{
+    const __m256i nibble = _mm256_set1_epi8(15);
+    for (int i = 0; i < 4; i++) {
+        __m256i both = load_bytes(qs + 32 * i);
+        v[i] = _mm256_and_si256(both, nibble);
+        v[4 + i] = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
+    }
+}
+
+/* A 16-bit lane adds up 8 pairs of nibble * code, at most 8 * 2 * 15 * 127 = 30480. */
+INLINE AVX2 __m256i q4_0_dots(const __m256i v[WORDS], const packed_block *x)
+{
+    __m256i sum[WORDS];
+    for (int i = 0; i < WORDS; i++)
+        sum[i] = _mm256_maddubs_epi16(v[i], broadcast_word(x->codes + 4 * i));
+    for (int width = WORDS / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++)
+            sum[i] = _mm256_add_epi16(sum[i], sum[i + width]);
+    return _mm256_sub_epi32(_mm256_madd_epi16(sum[0], _mm256_set1_epi16(1)), _mm256_set1_epi32(x->offset));
+}
+
+INLINE AVX2 void q8_0_unpack(const uint8_t *qs, __m256i v[WORDS])
+{
+    for (int i = 0; i < WORDS; i++)
+        v[i] = load_bytes(qs + 32 * i);
+}
+
+/* |w| * (code with the sign of w). |-128| is 128 as an unsigned byte, and a pair is at most 2 * 128 * 127 = 32512; two
+ * pairs would not fit 16 bits, so each vector of pairs goes to 32 bits at once. */
+INLINE AVX2 __m256i q8_0_dots(const __m256i v[WORDS], const packed_block *x)
+{
+    __m256i sum = _mm256_setzero_si256();
+    for (int i = 0; i < WORDS; i++) {
+        __m256i code = _mm256_sign_epi8(broadcast_word(x->codes + 4 * i), v[i]);
+        __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(v[i]), code);
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    return sum;
+}
+
+/* Blocks [block, block + count) of tokens token.. to out[count][tokens]. */
+INLINE AVX2 void pack(const matmul_q8_args *a, int64_t token, int tokens, int64_t block, int64_t count, packed_block *out)
+{
+    for (int t = 0; t < tokens; t++) {
+        int64_t from = (a->source ? a->source[token + t] : token + t) * (a->n / BLOCK) + block;
+        for (int64_t b = 0; b < count; b++) {
+            packed_block *x = out + b * tokens + t;
+            memcpy(x->codes, a->codes + (from + b) * BLOCK, BLOCK);
+            x->d = a->d[from + b];
+            x->offset = 8 * a->sums[from + b];
+        }
+    }
+}
+
+INLINE AVX2 void keep_isums(const matmul_q8_args *a, int64_t token, int64_t row, int64_t block, __m256i isum)
+{
+    int32_t lanes[GROUP];
+    memcpy(lanes, &isum, sizeof lanes);
+    for (int r = 0; r < GROUP && row + r < a->rows; r++)
+        a->isums[(token * a->rows + row + r) * (a->n / BLOCK) + block] = lanes[r];
+}
+
+/* A format. */
+typedef struct {
+    unpack_block *unpack;
+    block_dots *dots;
+    int block_bytes;
+} q8_product;
+
+/* Part of a product: blocks [block, block + count) of `tokens` tokens from `token` on. */
+typedef struct {
+    int64_t token, block, count;
+    int tokens, checked; /* checked: isums are written, too */
+    const packed_block *x;
+} tile_run;
+
+/* A prefetch past the end of the weights does nothing. */
+INLINE AVX2 void prefetch(const uint8_t *w, int bytes, int64_t far, int64_t near)
+{
+    for (int line = 0; line < bytes; line += 64) {
+        _mm_prefetch((const char *)w + far + line, _MM_HINT_T1);
+        _mm_prefetch((const char *)w + near + line, _MM_HINT_T0);
+    }
+}
+
+/* Adds a run of blocks of one group of rows to y. */
+INLINE AVX2 void add_tile(const matmul_q8_args *a, q8_product p, tile_run run, int64_t group)
+{
+    const int64_t row = group * GROUP, row_of_blocks = a->n / BLOCK * p.block_bytes;
+    const int whole = run.count * p.block_bytes == row_of_blocks; /* else the next group's same block comes next */
+    const uint8_t *w = a->w + group * row_of_blocks + run.block * p.block_bytes;
+    float *out = a->y + run.token * a->y_stride + row;
+    const packed_block *x = run.x;
+    __m256 y[TILE_TOKENS];
+    for (int t = 0; t < run.tokens; t++)
+        y[t] = run.block > 0 ? load_n(out + t * a->y_stride, a->rows - row) : _mm256_setzero_ps();
+    for (int64_t b = 0; b < run.count; b++, w += p.block_bytes, x += run.tokens) {
+        const __m256 dw = f16_numbers(w);
+        __m256i v[WORDS];
+        p.unpack(w + 2 * GROUP, v);
+        prefetch(w, p.block_bytes, whole ? FAR : row_of_blocks, whole ? NEAR : row_of_blocks);
+        for (int t = 0; t < run.tokens; t++) {
+            __m256i isum = p.dots(v, x + t);
+            if (run.checked)
+                keep_isums(a, run.token + t, row, run.block + b, isum);
+            __m256 d = _mm256_mul_ps(dw, _mm256_set1_ps(x[t].d));
+            y[t] = _mm256_add_ps(y[t], _mm256_mul_ps(_mm256_cvtepi32_ps(isum), d));
+        }
+    }
+    for (int t = 0; t < run.tokens; t++)
+        store_n(out + t * a->y_stride, y[t], a->rows - row);
+}
+
+/* Up to TILE_TOKENS tokens from `token` on. */
+INLINE AVX2 void few_tokens(const matmul_q8_args *a, q8_product p, int64_t begin, int64_t end, int64_t token, int tokens,
+                            int checked)
+{
+    const int64_t blocks = a->n / BLOCK, most = PACKED_BLOCKS / tokens;
+    packed_block x[PACKED_BLOCKS];
+    for (int64_t block = 0, count; block < blocks; block += count) {
+        count = blocks - block < most ? blocks - block : most;
+        pack(a, token, tokens, block, count, x);
+        for (int64_t group = begin; group < end; group++)
+            add_tile(a, p, (tile_run){token, block, count, tokens, checked, x}, group);
+    }
+}
+
+INLINE AVX2 void gemv(const matmul_q8_args *a, q8_product p, int64_t begin, int64_t end)
+{
+    if (a->isums)
+        few_tokens(a, p, begin, end, 0, 1, 1);
+    else
+        few_tokens(a, p, begin, end, 0, 1, 0);
+}
+
+INLINE AVX2 void gemm(const matmul_q8_args *a, q8_product p, int64_t begin, int64_t end)
+{
+    for (int64_t t = 0; t < a->tokens; t += TILE_TOKENS) {
+        int tokens = a->tokens - t < TILE_TOKENS ? (int)(a->tokens - t) : TILE_TOKENS;
+        if (a->isums)
+            few_tokens(a, p, begin, end, t, tokens, 1);
+        else
+            few_tokens(a, p, begin, end, t, tokens, 0);
+    }
+}
+
+/* Hits of one row, the rule while decoding, take the tile of gemv. */
+INLINE AVX2 void grouped(const grouped_q8_args *a, q8_product p, int64_t begin, int64_t end)
+{
+    hit_part part;
+    while (next_part(a, &begin, end, &part))
+        if (part.product.tokens == 1)
+            few_tokens(&part.product, p, part.begin, part.end, 0, 1, 0);
+        else
+            gemm(&part.product, p, part.begin, part.end);
+}
+
+static const q8_product q4_0 = {q4_0_unpack, q4_0_dots, sizeof(q4_0_x8)};
+static const q8_product q8_0 = {q8_0_unpack, q8_0_dots, sizeof(q8_0_x8)};
+
+#endif

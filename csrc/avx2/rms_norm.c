@@ -1,0 +1,26 @@
+/* A vector is eight elements in a row; the sum of squares holds two of them, one for each vector of the 16 lanes. */
+#include "../kernels.h"
+#include "lanes.h"
+#include "math.h"
+
+INLINE AVX2 void scale_vector(const float *x, const float *w, float *y, __m256 scale, __m256 offset, int64_t left)
+{
+    store_n(y, _mm256_mul_ps(_mm256_mul_ps(load_n(x, left), scale), _mm256_add_ps(offset, load_n(w, left))), left);
+}
+
+AVX2 void avx2_rms_norm(const rms_norm_args *a, int64_t begin, int64_t end)
+{
+    const float *w = a->w;
+    int64_t n = a->n;
+    __m256 offset = _mm256_set1_ps(a->offset);
+    for (int64_t row = begin; row < end; row++) {
+        const float *x = a->x + row * a->x_stride;
+        float *y = a->y + row * a->y_stride;
+        __m256 scale = _mm256_set1_ps(1.0f / __builtin_sqrtf(lane_square_sum(x, n) / (float)n + a->eps));
+        int64_t i = 0;
+        for (; i + 8 <= n; i += 8)
+            scale_vector(x + i, w + i, y + i, scale, offset, 8);
+        if (i < n)
+            scale_vector(x + i, w + i, y + i, scale, offset, n - i);
+    }
+}
