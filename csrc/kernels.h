@@ -301,9 +301,9 @@ int fermi_run(kernel_fn kernel, const void *args, int64_t n, int64_t grain, int 
  * thread may. The calling thread, which is thread 0, stays as it is. Returns 0 or the first error of the system. */
 int fermi_pin(const int *cpus, int count);
 
-/* Measuring helpers of csrc/roofline.c, run through fermi_run like kernels; no ops. Item = chunk of `chunk` bytes, the last one
- * shorter; each leaves the xor of the 64-bit words it read, which for the `touch` forms are the first of every 64-byte line. `data` is
- * 64-byte aligned, `bytes` and `chunk` are multiples of 256. */
+/* Measuring helpers of csrc/roofline.c, run through fermi_run like kernels; no ops. Item = chunk of `chunk` bytes, the last
+ * one shorter; each leaves the xor of the 64-bit words it read, which for the `touch` forms are the first of every 64-byte
+ * line. `data` is 64-byte aligned, `bytes` and `chunk` are multiples of 256. */
 typedef struct {
     const uint8_t *data;
     int64_t bytes, chunk;

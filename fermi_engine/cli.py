@@ -278,15 +278,23 @@ def bench(
                                         help="Pack, or checkpoint directory (converted once into the cache).")],
     threads: Annotated[list[str] | None, typer.Option("--threads", "-t", metavar="N,...", show_default=False,
                                                       help="Thread counts to measure; default: physical cores.")] = None,
-    prefill: Annotated[list[str], typer.Option(metavar="P,...", help="Prompt lengths; 0 leaves prefill out.")] = ["128"],  # noqa: B006
+    prefill: Annotated[list[str] | None, typer.Option(metavar="P,...", show_default=False,
+                                                      help="Prompt lengths; default 128, 0 leaves prefill out.")] = None,
     decode: Annotated[int, typer.Option(metavar="D", min=0, max=1 << 20,
                                         help="Tokens decoded in each repeat; 0 leaves decode out.")] = 32,
-    context: Annotated[list[str], typer.Option(metavar="C,...", help="Tokens before the decoded ones.")] = ["128"],  # noqa: B006
+    context: Annotated[list[str] | None, typer.Option(metavar="C,...", show_default=False,
+                                                      help="Tokens before the decoded ones; default 128.")] = None,
     repeat: Annotated[int, typer.Option(metavar="R", min=1, max=1000, help="Medians are over this many.")] = 3,
     kv_format: Annotated[str, typer.Option(metavar="f32|f16|q8_0", help="Format of the key/value cache.")] = "f32",
     backend: Backend = None,
     activations: Activations = "q8_0",
     timing: Annotated[bool, typer.Option("--timing", help="Also where the time goes, op by op.")] = False,
+    pin: Pin = False,
+    hyper_threads: HyperThreads = False,
+    numa: Numa = None,
+    load: Load = "mmap",
+    huge_pages: HugePages = False,
+    mlock: Mlock = False,
     as_json: Json = False,
 ) -> None:
     """Measure prefill and decode, and the machine's limits beside them.
@@ -298,9 +306,10 @@ def bench(
     from fermi_engine.bench import Plan
     from fermi_engine.config import EngineConfig
 
-    lengths = tuple(n for n in cli_bench.parse_counts("--prefill", prefill) if n)
-    plan = Plan(lengths, decode, cli_bench.parse_counts("--context", context), repeat, timing)
-    options = EngineConfig(activations=activations, backend=backend, kv_format=kv_format)
+    lengths = tuple(n for n in cli_bench.parse_counts("--prefill", prefill or ["128"]) if n)
+    plan = Plan(lengths, decode, cli_bench.parse_counts("--context", context or ["128"]), repeat, timing)
+    options = EngineConfig(activations=activations, backend=backend, kv_format=kv_format, pin=pin,
+                           hyper_threads=hyper_threads, numa=numa, load=load, huge_pages=huge_pages, mlock=mlock)
     cli_bench.run(model, plan, cli_bench.parse_counts("--threads", threads or ()), options, as_json)
 
 

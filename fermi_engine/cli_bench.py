@@ -24,12 +24,13 @@ PREFILL_COLUMNS = ("prompt", "tok/s", "s median", "min", "max", "GMAC/s", "of in
 
 def run(model: Path, plan: bench.Plan, threads: Sequence[int], options: EngineConfig, as_json: bool) -> None:
     """Check the kernels' stages, then measure at every thread count and print. Raises FermiError."""
+    available = bench.available_bytes()  # before the pack may be copied or locked
     with report.progress("loading") as progress:
         engine = Engine.load(model, config=options, progress=progress)
     said = _description(engine)
     with report.progress("verifying", "backends"):
         said["verified"] = bench.check_stages(sorted(set(engine.kernels.backends.values())))
-    said["notes"] = _notes(engine, said["verified"])
+    said["notes"] = _notes(engine.pack.mapped.size, available, said["verified"])
     said["runs"] = []
     for count in threads or (engine.kernels.threads,):
         runner = Engine(engine.pack, dataclasses.replace(options, threads=count))
@@ -57,14 +58,14 @@ def _description(engine: Engine) -> dict[str, Any]:
     ops: dict[str, int] = {}
     for backend in engine.kernels.backends.values():
         ops[backend] = ops.get(backend, 0) + 1
-    return {"model": str(engine.pack.path), "model_type": engine.config.model_type, "pack_bytes": engine.pack.mapped.size,
-            "placed": engine.pack.placed, "format": engine.pack.default_format, "backends": ops, "activations": engine.options.activations,
-            "kv_format": engine.options.kv_format}
+    pack, options = engine.pack, engine.options
+    return {"model": str(pack.path), "model_type": engine.config.model_type, "pack_bytes": pack.mapped.size,
+            "placed": pack.placed, "format": pack.default_format, "backends": ops, "activations": options.activations,
+            "kv_format": options.kv_format}
 
 
-def _notes(engine: Engine, verified: Sequence[str]) -> list[str]:
+def _notes(needed: int, available: int | None, verified: Sequence[str]) -> list[str]:
     notes = [f"verified before timing: {len(verified)} stages on each backend in use ({verified[0]} to {verified[-1]})"]
-    available, needed = bench.available_bytes(), engine.pack.mapped.size
     if available is not None and available < needed:
         notes.append(f"memory is scarce: {size(available)} available for a pack of {size(needed)}, so what is measured is "
                      "in part the disk, not the engine")

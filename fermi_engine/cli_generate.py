@@ -53,6 +53,7 @@ def run(request: Request) -> None:
     start = time.perf_counter()
     with report.progress("loading") as progress:
         engine = Engine.load(request.model, request.format, config=request.options, progress=progress)
+    engine.prefetch()
     report.note(status_line(engine) + (f", loaded in {time.perf_counter() - start:.2f} s" if request.timing else ""))
     writer = _Writer(request.show_reasoning)
     talk = Conversation(engine, request, tools)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from fermi_engine import kernels, memory
 from fermi_engine.config import EngineConfig, ModelConfig
-from fermi_engine.errors import ConfigError, RequestError
+from fermi_engine.errors import ConfigError, FermiError, RequestError
 from fermi_engine.formats import FORMATS
 from fermi_engine.kernels.threads import cpus_to_pin, default_threads
 
@@ -34,6 +37,7 @@ class Engine:
         self.kernels = kernels.get(options.backend, count)
         self.kernels.pin(cpus_to_pin(count, hyper_threads=options.hyper_threads) if options.pin else [])
         self.decoder = Decoder(pack, self.kernels, options.activations)
+        self._parsing: Future[Tokenizer] | None = None
 
     @classmethod
     def load(
@@ -75,17 +79,34 @@ class Engine:
         """Most tokens a session accepts."""
         return self.options.ctx_size or self.config.max_position_embeddings
 
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises TokenizerError when the pack carries none."""
+    def prefetch(self) -> None:
+        """Begin with what the first request needs, in the background: to parse the tokenizer (0.7 s for 248,000 tokens)
+        and to map the weights, which takes longer the smaller their pages are."""
+        if self.has_tokenizer and self._parsing is None:
+            executor = ThreadPoolExecutor(1)
+            self._parsing = executor.submit(self._parse_tokenizer)
+            executor.shutdown(wait=False)
+        if (memory.available() or 0) > self.pack.mapped.size:
+            Thread(target=self._map_weights, daemon=True).start()
+
+    def _map_weights(self) -> None:
+        with suppress(FermiError):  # whoever needs a page that cannot be read is told
+            memory.warm(self.pack.mapped, self.pack.fileno())
+
+    def _parse_tokenizer(self) -> Tokenizer:
         from fermi_engine.tokenizer import Tokenizer
 
         return Tokenizer.from_bytes(self.pack.files(), self.config.vocab_size)
 
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises TokenizerError when the pack carries none."""
+        return self._parse_tokenizer() if self._parsing is None else self._parsing.result()
+
     @property
     def has_tokenizer(self) -> bool:
         """Whether text goes in and out; token ids always do."""
-        return "tokenizer.json" in self.pack.files()
+        return "tokenizer.json" in self.pack.file_names
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:

@@ -134,6 +134,16 @@ class Pack:
         """Those of `names` that `matrix` serves: stored matrices in whatever format, expert blobs not among them."""
         return tuple(name for name in self.names if isinstance(self._layout.get(name), Part))
 
+    def fileno(self) -> int:
+        """Descriptor of the open file. PackError after `close`."""
+        self._mapped()
+        return self._fd
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        """Names of the checkpoint's files that the pack carries."""
+        return tuple(name[len(FILE_PREFIX):] for name in self._entries if name.startswith(FILE_PREFIX))
+
     def files(self) -> dict[str, bytes]:
         """The checkpoint's tokenizer and generation files, by file name."""
         return {name[len(FILE_PREFIX):]: self._bytes(name).tobytes()

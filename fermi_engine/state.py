@@ -25,9 +25,6 @@ class DeltaState:
     conv: np.ndarray
     recurrent: np.ndarray
 
-    def copy(self) -> DeltaState:
-        return DeltaState(self.conv.copy(), self.recurrent.copy())
-
 
 def _zeros(shape: tuple[int, ...]) -> np.ndarray:
     return np.zeros(shape, np.uint8)
@@ -122,7 +119,10 @@ class HybridState:
     @classmethod
     def fresh(cls, config: ModelConfig, kv_block: int, kv_format: str = "f32") -> HybridState:
         """The state before the first token. ConfigError where keys do not fit `kv_format`."""
-        return cls(0, [_fresh_layer(config, kind, kv_block, kv_format) for kind in config.layer_types])
+        delta = iter(_fresh_deltas(config))
+        heads, size = config.num_key_value_heads, config.head_dim
+        return cls(0, [KVPages(heads, kv_block, size, kv_format) if kind == "full_attention" else next(delta)
+                       for kind in config.layer_types])
 
     def reserve(self, end: int) -> None:
         """Have room for the keys and values of all positions before `end`."""
@@ -132,7 +132,10 @@ class HybridState:
 
     def copy(self) -> HybridState:
         """Independent deep copy."""
-        return HybridState(self.position, [layer.copy() for layer in self.layers])
+        states = [layer for layer in self.layers if isinstance(layer, DeltaState)]
+        delta = iter(_copy_deltas(states) if states else ())
+        layers = [next(delta) if isinstance(layer, DeltaState) else layer.copy() for layer in self.layers]
+        return HybridState(self.position, layers)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Every value of the state by name, page size forgotten; equal states give equal bytes."""
@@ -145,9 +148,16 @@ class HybridState:
         return named
 
 
-def _fresh_layer(c: ModelConfig, kind: str, kv_block: int, kv_format: str) -> DeltaState | KVPages:
-    if kind == "full_attention":
-        return KVPages(c.num_key_value_heads, kv_block, c.head_dim, kv_format)
-    conv = np.zeros((c.linear_conv_kernel_dim - 1, c.conv_dim), np.float32)
-    shape = (c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
-    return DeltaState(conv, np.zeros(shape, np.float32))
+def _fresh_deltas(c: ModelConfig) -> list[DeltaState]:
+    """One allocation for all layers: NumPy asks for huge pages from 4 MB on, and the state of a layer is smaller."""
+    layers = c.layer_types.count("linear_attention")
+    conv = np.empty((layers, c.linear_conv_kernel_dim - 1, c.conv_dim), np.float32)
+    recurrent = np.empty((layers, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim), np.float32)
+    for part in (conv, recurrent):
+        part[...] = 0  # the system gives the memory now, not page by page to the first token
+    return [DeltaState(*parts) for parts in zip(conv, recurrent, strict=True)]
+
+
+def _copy_deltas(states: list[DeltaState]) -> list[DeltaState]:
+    parts = [np.stack([getattr(state, name) for state in states]) for name in ("conv", "recurrent")]
+    return [DeltaState(*both) for both in zip(*parts, strict=True)]

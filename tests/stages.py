@@ -140,23 +140,24 @@ def _by_expert(a: Tensors, y: Tensor) -> Tensors:
 
 
 _matrix_rows = st.sampled_from((1, 7, 8, 9)) | st.integers(1, 40)
-_token_counts = st.sampled_from((1, 2, 3, 4, 5, 8, 9))
+_token_counts = st.sampled_from((1, 2, 3, 4, 5, 8, 9, 16, 17, 35))  # round tiles of 4 and 16
+_block_counts = st.sampled_from((*range(1, 10), 131))  # and what of a row fits the buffers at a time
 _scale_edges = st.sampled_from(("plain", "highest", "lowest", "zero scales", "any scales"))
 _choices = st.sampled_from(("any", "same", "last"))
 
 
 def _products(format: str, single: bool) -> Oracle:
-    sizes = {"rows": _matrix_rows, "blocks": st.integers(1, 9), "tokens": few if single else _token_counts,
+    sizes = {"rows": _matrix_rows, "blocks": _block_counts, "tokens": few if single else _token_counts,
              "picks": st.just(1) if single else _token_counts}
     return Oracle(draw.product, {**sizes, "format": st.just(format), "edge": _scale_edges},
-                  {"rows": 21, "blocks": 5, "tokens": 3 if single else 7, "picks": 1 if single else 5, "format": format,
+                  {"rows": 21, "blocks": 5, "tokens": 3 if single else 19, "picks": 1 if single else 5, "format": format,
                    "edge": "any scales"},
                   _product(format, single), _product_bound(format, single))
 
 
 def _grouped_products(format: str) -> Oracle:
     sizes = {"experts": st.sampled_from((1, 2, 5, 9)), "rows": _matrix_rows, "blocks": st.integers(1, 4),
-             "tokens": st.sampled_from((1, 2, 3, 9)), "k": st.sampled_from((1, 2, 8)), "gap": st.sampled_from((0, 6, 64))}
+             "tokens": st.sampled_from((1, 2, 3, 9, 18)), "k": st.sampled_from((1, 2, 8)), "gap": st.sampled_from((0, 6, 64))}
     return Oracle(draw.grouped_product, {**sizes, "format": st.just(format), "edge": _scale_edges, "choice": _choices},
                   {"experts": 9, "rows": 13, "blocks": 3, "tokens": 4, "k": 2, "gap": 6, "format": format, "edge": "any scales",
                    "choice": "any"}, _grouped(format), _grouped_bound(format))

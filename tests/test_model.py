@@ -118,3 +118,14 @@ def test_tokens_that_run_together_see_no_later_ones(backend, format):
         for cache in (pages, short):
             alone = k.attention(query[t : t + 1], cache, np.array([60 + t], np.int64), 1.0)
             assert np.array_equal(alone[0], together[t]), t
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_heads_too_wide_for_the_tiles_give_the_same_bits(format):
+    draw = np.random.default_rng(9).standard_normal
+    keys, query = draw((67, 1, 1056)).astype(np.float32), draw((3, 2, 1056)).astype(np.float32)
+    found = []
+    for backend in dispatch.supported():
+        pages = appended(KVPages(1, 4, 1056, format), [67], keys, keys)
+        found.append(kernels.get(backend, 1).attention(query, pages, np.array([64], np.int64), 0.03).tobytes())
+    assert len(set(found)) == 1

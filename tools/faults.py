@@ -26,15 +26,15 @@ KERNELS = (
     Fault(
         "nibble order swapped",
         Q4,
-        "_mm_maddubs_epi16(low, a->codes[i]), _mm_maddubs_epi16(high, a->codes[4 + i])",
-        "_mm_maddubs_epi16(high, a->codes[i]), _mm_maddubs_epi16(low, a->codes[4 + i])",
+        "v[i] = _mm_and_si128(both, nibble);\n        v[4 + i] =",
+        "v[4 + i] = _mm_and_si128(both, nibble);\n        v[i] =",
         "stage:gemv_q4_0_q8_0",
     ),
     Fault(
         "offset of -8 dropped",
         Q4,
-        "out->offset = _mm_set1_epi32(8 * a->sums[b]);",
-        "out->offset = _mm_setzero_si128();",
+        "x->offset = _mm_set1_epi32(8 * a->sums[from + b]);",
+        "x->offset = _mm_setzero_si128();",
         "stage:gemv_q4_0_q8_0",
     ),
     Fault(
@@ -54,34 +54,29 @@ KERNELS = (
     Fault(
         "scale of the next token",
         Q4,
-        "_mm_mul_ps(dw, x[t * count].d)",
-        "_mm_mul_ps(dw, x[(t + 1) % kind.tokens * count].d)",
+        "_mm_mul_ps(dw, x[t].d)",
+        "_mm_mul_ps(dw, x[(t + 1) % run.tokens].d)",
         "stage:gemm_q4_0_q8_0",
     ),
     Fault(
         "sums saturate in 16 bits",
         Q4,
-        "__m128i pairs = _mm_maddubs_epi16(magnitude, _mm_sign_epi8(x[t * stride].codes[i], code));\n"
-        "            __m128i sums = _mm_madd_epi16(pairs, ones);\n"
-        "            isum[t] = i ? _mm_add_epi32(isum[t], sums) : sums;\n"
-        "        }\n    }\n",
-        "__m128i pairs = _mm_maddubs_epi16(magnitude, _mm_sign_epi8(x[t * stride].codes[i], code));\n"
-        "            isum[t] = i ? _mm_adds_epi16(isum[t], pairs) : pairs;\n"
-        "        }\n    }\n    for (int t = 0; t < tokens; t++)\n        isum[t] = _mm_madd_epi16(isum[t], ones);\n",
+        "sum = _mm_add_epi32(sum, _mm_madd_epi16(pairs, _mm_set1_epi16(1)));\n    }\n    return sum;",
+        "sum = _mm_adds_epi16(sum, pairs);\n    }\n    return _mm_madd_epi16(sum, _mm_set1_epi16(1));",
         "stage:gemv_q8_0_q8_0",
     ),
     Fault(
         "sign of a negative scale lost",
         Q4,
-        "_mm_cvtepi32_ps(_mm_sign_epi32(isum[t], d))",
-        "_mm_cvtepi32_ps(isum[t])",
+        "return _mm_or_ps(f16_magnitudes(halves), _mm_and_ps(_mm_castsi128_ps(halves), _mm_set1_ps(-0.0f)));",
+        "return f16_magnitudes(halves);",
         "stage:gemv_q4_0_q8_0",
     ),
     Fault(
-        "last token of three forgotten",
+        "second tile of tokens is the first",
         Q4,
-        "few_tokens(a, (tile_kind){dots, block_bytes, 3, checked}, begin, end, t);",
-        "few_tokens(a, (tile_kind){dots, block_bytes, 2, checked}, begin, end, t);",
+        "few_tokens(a, p, begin, end, t, tokens, 1);",
+        "few_tokens(a, p, begin, end, 0, tokens, 1);",
         "stage:gemm_q4_0_q8_0",
     ),
     Fault(
@@ -458,8 +453,8 @@ MODEL = (
     Fault(
         "a copied state shares its conv tail",
         "fermi_engine/state.py",
-        "return DeltaState(self.conv.copy(), self.recurrent.copy())",
-        "return DeltaState(self.conv, self.recurrent.copy())",
+        "parts = [np.stack([getattr(state, name) for state in states]) for name in (\"conv\", \"recurrent\")]",
+        "parts = [[s.conv for s in states], np.stack([s.recurrent for s in states])]",
         "stage:snapshot_resume",
     ),
     Fault(

@@ -20,8 +20,13 @@ enum {
     WORDS = 8            /* vectors of an unpacked block; vector i belongs to activation codes 4i..4i+3 */
 };
 
-/* Bytes from a block of weights to the ones fetched along with it: far ones into the level-2 cache, near ones on to level 1. */
-enum { FAR = 6144, NEAR = 1024 };
+/* Where weights come from memory, TILE_GROUPS streams at once are read a third faster than one. */
+enum {
+    TILE_GROUPS = 4,
+    FEW_TOKENS = 4,  /* beyond, arithmetic takes longer than memory */
+    NEAR = 512,      /* bytes ahead that go to the level-1 cache */
+    FAR_BLOCKS = 32  /* blocks of a stream ahead that go to the level-2 cache */
+};
 
 /* One block of one token. */
 typedef struct {
@@ -119,40 +124,60 @@ typedef struct {
 } tile_run;
 
 /* A prefetch past the end of the weights does nothing. */
-INLINE AVX2 void prefetch(const uint8_t *w, int bytes, int64_t far, int64_t near)
+INLINE AVX2 void prefetch(const uint8_t *w, int bytes, int64_t far)
 {
     for (int line = 0; line < bytes; line += 64) {
+        _mm_prefetch((const char *)w + NEAR + line, _MM_HINT_T0);
         _mm_prefetch((const char *)w + far + line, _MM_HINT_T1);
-        _mm_prefetch((const char *)w + near + line, _MM_HINT_T0);
     }
 }
 
-/* Adds a run of blocks of one group of rows to y. */
-INLINE AVX2 void add_tile(const matmul_q8_args *a, q8_product p, tile_run run, int64_t group)
+INLINE AVX2 void add_block(const matmul_q8_args *a, q8_product p, tile_run run, int64_t group, int64_t b, const uint8_t *w,
+                           __m256 *y)
+{
+    const __m256 dw = f16_numbers(w);
+    const packed_block *x = run.x + b * run.tokens;
+    __m256i v[WORDS];
+    p.unpack(w + 2 * GROUP, v);
+    for (int t = 0; t < run.tokens; t++) {
+        __m256i isum = p.dots(v, x + t);
+        if (run.checked)
+            keep_isums(a, run.token + t, group * GROUP, run.block + b, isum);
+        __m256 d = _mm256_mul_ps(dw, _mm256_set1_ps(x[t].d));
+        y[t] = _mm256_add_ps(y[t], _mm256_mul_ps(_mm256_cvtepi32_ps(isum), d));
+    }
+}
+
+/* Adds a run of blocks of `groups` groups of rows to y. After the run come the same blocks of the next groups. */
+INLINE AVX2 void add_tile(const matmul_q8_args *a, q8_product p, tile_run run, int64_t group, int groups)
 {
     const int64_t row = group * GROUP, row_of_blocks = a->n / BLOCK * p.block_bytes;
-    const int whole = run.count * p.block_bytes == row_of_blocks; /* else the next group's same block comes next */
+    const int64_t ahead = run.count < FAR_BLOCKS ? run.count : FAR_BLOCKS;
+    const int64_t far = ahead * p.block_bytes, far_in_next = far + groups * row_of_blocks - run.count * p.block_bytes;
     const uint8_t *w = a->w + group * row_of_blocks + run.block * p.block_bytes;
     float *out = a->y + run.token * a->y_stride + row;
-    const packed_block *x = run.x;
     __m256 y[TILE_TOKENS];
-    for (int t = 0; t < run.tokens; t++)
-        y[t] = run.block > 0 ? load_n(out + t * a->y_stride, a->rows - row) : _mm256_setzero_ps();
-    for (int64_t b = 0; b < run.count; b++, w += p.block_bytes, x += run.tokens) {
-        const __m256 dw = f16_numbers(w);
-        __m256i v[WORDS];
-        p.unpack(w + 2 * GROUP, v);
-        prefetch(w, p.block_bytes, whole ? FAR : row_of_blocks, whole ? NEAR : row_of_blocks);
-        for (int t = 0; t < run.tokens; t++) {
-            __m256i isum = p.dots(v, x + t);
-            if (run.checked)
-                keep_isums(a, run.token + t, row, run.block + b, isum);
-            __m256 d = _mm256_mul_ps(dw, _mm256_set1_ps(x[t].d));
-            y[t] = _mm256_add_ps(y[t], _mm256_mul_ps(_mm256_cvtepi32_ps(isum), d));
+    for (int g = 0; g < groups; g++)
+        for (int t = 0; t < run.tokens; t++)
+            y[g * run.tokens + t] = run.block > 0 ? load_n(out + t * a->y_stride + g * GROUP, a->rows - row - g * GROUP)
+                                                  : _mm256_setzero_ps();
+    for (int64_t b = 0; b < run.count; b++, w += p.block_bytes)
+        for (int g = 0; g < groups; g++) {
+            prefetch(w + g * row_of_blocks, p.block_bytes, b + ahead < run.count ? far : far_in_next);
+            add_block(a, p, run, group + g, b, w + g * row_of_blocks, y + g * run.tokens);
         }
-    }
-    for (int t = 0; t < run.tokens; t++)
-        store_n(out + t * a->y_stride, y[t], a->rows - row);
+    for (int g = 0; g < groups; g++)
+        for (int t = 0; t < run.tokens; t++)
+            store_n(out + t * a->y_stride + g * GROUP, y[g * run.tokens + t], a->rows - row - g * GROUP);
+}
+
+INLINE AVX2 void add_tiles(const matmul_q8_args *a, q8_product p, tile_run run, int64_t group, int64_t end)
+{
+    if (run.tokens <= FEW_TOKENS)
+        for (; group + TILE_GROUPS <= end; group += TILE_GROUPS)
+            add_tile(a, p, run, group, TILE_GROUPS);
+    for (; group < end; group++)
+        add_tile(a, p, run, group, 1);
 }
 
 /* Up to TILE_TOKENS tokens from `token` on. */
@@ -164,8 +189,7 @@ INLINE AVX2 void few_tokens(const matmul_q8_args *a, q8_product p, int64_t begin
     for (int64_t block = 0, count; block < blocks; block += count) {
         count = blocks - block < most ? blocks - block : most;
         pack(a, token, tokens, block, count, x);
-        for (int64_t group = begin; group < end; group++)
-            add_tile(a, p, (tile_run){token, block, count, tokens, checked, x}, group);
+        add_tiles(a, p, (tile_run){token, block, count, tokens, checked, x}, begin, end);
     }
 }
 
