@@ -2,6 +2,7 @@
 # make test   installs what the tests need (system packages too, where it may) and runs them
 # make check  lint and the disassembly check
 # make golden regenerates golden/ (STAGE=name for one)
+# make ptx    compiles csrc/sm20 into the PTX that ships, after every change there
 # make soak   everything, with gigabyte conversions and many more examples
 PYTHON ?= python3
 CSRC := $(shell find csrc -name '*.c' -o -name '*.h')
@@ -12,10 +13,10 @@ export PYTHON
 export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test check golden soak mutate system clean
+.PHONY: help demo test check golden ptx soak mutate system clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -5
+	@sed -n 's/^# //p' Makefile | head -7
 
 demo: $(DEMO_VENV)/.ready
 	$(DEMO_VENV)/bin/python tools/demo.py
@@ -29,6 +30,9 @@ check: $(VENV)/.ready
 
 golden: $(VENV)/.ready
 	$(VENV)/bin/python tools/make_golden.py $(if $(STAGE),--stage $(STAGE))
+
+ptx: system $(VENV)/.ready
+	$(VENV)/bin/python tools/check_sm20.py --write
 
 mutate: $(VENV)/.ready
 	$(VENV)/bin/python tools/mutate.py

@@ -40,3 +40,11 @@ class RequestError(FermiError):
 
 class VerifyError(FermiError):
     """Golden files or a dump that cannot be replayed."""
+
+
+class DeviceError(FermiError):
+    """A GPU, or its emulation, that is absent, too small, unsupported, or failed at a call."""
+
+
+class DeviceMemoryError(DeviceError):
+    """Device or page-locked host memory that is not there."""

@@ -14,6 +14,8 @@ can 'import ensurepip, venv' python3-venv
 can 'import os, sysconfig; os.stat(os.path.join(sysconfig.get_path("include"), "Python.h"))' python3-dev
 if [ "${1:-}" != compiler ]; then
     want objdump binutils
+    want g++ g++
+    command -v clang-14 >/dev/null 2>&1 || want clang clang
     want qemu-x86_64 qemu-user
 fi
 [ -n "$missing" ] || exit 0

@@ -1,0 +1,141 @@
+/* One block's tile of y = x W^T for every kernel of the family: how threads share it, the loop over k, the store.
+ *
+ * Every element of y is one chain acc = fmaf(x[k], w[k], acc) over k rising from +0.0, in whatever tile it falls: tile shapes,
+ * row counts and the format's being expanded before or on the way change no bit.
+ *
+ * A warp's 32 lanes stand LM high and LN wide; a thread has TM rows and TN columns, in pairs that lie side by side for 64-bit
+ * shared loads: pair p of a lane stands at 2 (p L + lane). Low lane bits count rows and columns in turn, so that neighbours want
+ * the same words, which newer cards then serve in one pass. There are two buffers of one slice of 8 columns: while one is
+ * multiplied, the next slice is on its way to registers, and goes into the other buffer afterwards; one barrier a slice.
+ * 32 sums a thread leave Fermi's 63 registers room for that slice, the operands of two steps and the addresses; 36 do not.
+ */
+#ifndef FERMI_GEMM_TILE_CUH
+#define FERMI_GEMM_TILE_CUH
+
+#include "gemm_source.cuh"
+
+template <int TM_, int TN_, int WM_, int WN_> struct gemm_shape {
+    enum {
+        TM = TM_, TN = TN_, LM = 4, LN = 8, WM = WM_, WN = WN_,
+        THREADS = 32 * WM_ * WN_, ROWS = TM_ * LM * WM_, COLS = TN_ * LN * WN_,
+        LD = (ROWS > COLS ? ROWS : COLS) + 4, BUFFER = 2 * GEMM_SLICE * LD, FLOATS = 2 * BUFFER
+    };
+
+    static METHOD int lane_row()
+    {
+        return (threadIdx.x & 1) | ((threadIdx.x >> 1) & 2);
+    }
+
+    static METHOD int lane_col()
+    {
+        return ((threadIdx.x >> 1) & 1) | ((threadIdx.x >> 2) & 6);
+    }
+
+    static METHOD int warp_row()
+    {
+        return (int)(threadIdx.x >> 5) / WN * (LM * TM);
+    }
+
+    static METHOD int warp_col()
+    {
+        return (int)(threadIdx.x >> 5) % WN * (LN * TN);
+    }
+
+    /* Row or column of the tile that value i of a thread belongs to. */
+    static METHOD int row(int i)
+    {
+        return warp_row() + 2 * ((i >> 1) * LM + lane_row()) + (i & 1);
+    }
+
+    static METHOD int col(int j)
+    {
+        return warp_col() + 2 * ((j >> 1) * LN + lane_col()) + (j & 1);
+    }
+};
+
+/* acc += the product of DEPTH columns. */
+template <class S, int DEPTH> INLINE void gemm_steps(float (&acc)[S::TM][S::TN], const float *a, const float *b)
+{
+#pragma unroll
+    for (int k = 0; k < DEPTH; k++) {
+        float x[S::TM];
+#pragma unroll
+        for (int i = 0; i < S::TM; i += 2) {
+            float2 pair = *(const float2 *)(a + k * S::LD + S::LM * i);
+            x[i] = pair.x;
+            x[i + 1] = pair.y;
+        }
+#pragma unroll
+        for (int j = 0; j < S::TN; j += 2) {
+            float2 w = *(const float2 *)(b + k * S::LD + S::LN * j);
+#pragma unroll
+            for (int i = 0; i < S::TM; i++)
+                acc[i][j] = fmaf(x[i], w.x, acc[i][j]);
+#pragma unroll
+            for (int i = 0; i < S::TM; i++)
+                acc[i][j + 1] = fmaf(x[i], w.y, acc[i][j + 1]);
+        }
+    }
+}
+
+template <int HALF, class X, class W> INLINE void gemm_fetch(X &x, W &w, int left)
+{
+    x.template fetch<HALF>(left);
+    w.template fetch<HALF>(left);
+}
+
+template <class S, class X, class W> INLINE void gemm_stash(float *s, const X &x, const W &w, int left)
+{
+    x.stash(s, left);
+    w.stash(s + GEMM_SLICE * S::LD, left);
+}
+
+/* The sums of a tile over `pairs` pairs of slices. Warps that lie wholly outside [rows, cols] only help to read. */
+template <class S, class X, class W>
+INLINE void gemm_sums(float (&acc)[S::TM][S::TN], float *s, X &x, W &w, int pairs, int rows, int cols)
+{
+    const float *a = s + S::row(0), *b = s + GEMM_SLICE * S::LD + S::col(0);
+    bool works = S::warp_row() < rows && S::warp_col() < cols;
+#pragma unroll
+    for (int i = 0; i < S::TM; i++)
+#pragma unroll
+        for (int j = 0; j < S::TN; j++)
+            acc[i][j] = 0.0f;
+    gemm_fetch<0>(x, w, pairs);
+    gemm_stash<S>(s, x, w, pairs);
+    __syncthreads();
+    for (int left = pairs;;) {
+        gemm_fetch<1>(x, w, left);
+        if (works)
+            gemm_steps<S, GEMM_SLICE>(acc, a, b);
+        gemm_stash<S>(s + S::BUFFER, x, w, left);
+        x.next(left);
+        w.next(left);
+        __syncthreads();
+        left--;
+        if (left > 0)
+            gemm_fetch<0>(x, w, left);
+        if (works)
+            gemm_steps<S, GEMM_SLICE>(acc, a + S::BUFFER, b + S::BUFFER);
+        if (left <= 0)
+            return;
+        gemm_stash<S>(s, x, w, left);
+        __syncthreads();
+    }
+}
+
+/* Rows and columns of a thread's sums that lie inside [rows, cols], to y, which points at the tile's first element. */
+template <class S> INLINE void gemm_store(const float (&acc)[S::TM][S::TN], float *y, int64_t stride, int rows, int cols)
+{
+#pragma unroll
+    for (int i = 0; i < S::TM; i++)
+        if (S::row(i) < rows) {
+            float *to = y + S::row(i) * stride;
+#pragma unroll
+            for (int j = 0; j < S::TN; j++)
+                if (S::col(j) < cols)
+                    to[S::col(j)] = acc[i][j];
+        }
+}
+
+#endif
