@@ -45,6 +45,7 @@ Threads = Annotated[int | None, typer.Option("--threads", "-t", metavar="N", sho
                                              help="Default: physical cores within affinity and CPU quota.")]
 Activations = Annotated[str, typer.Option(metavar="q8_0|f32", help="q8_0: integer products; f32: dequantised weights.")]
 Pin = Annotated[bool, typer.Option("--pin", help="Hold each thread on one core of its own.")]
+KVFormat = Annotated[str, typer.Option(metavar="f32|f16|q8_0", help="Format of the key/value cache.")]
 HyperThreads = Annotated[bool, typer.Option("--hyper-threads", help="Default --threads to all logical CPUs.")]
 Numa = Annotated[str | None, typer.Option(metavar="interleave|local|off", show_default=False,
                                           help="Memory nodes to use; default: interleave where there are several.")]
@@ -212,6 +213,7 @@ def generate(
     ctx_size: Annotated[int | None, typer.Option("--ctx-size", "-c", metavar="N", show_default=False,
                                                  help="Longest sequence; default: the model's own.")] = None,
     activations: Activations = "q8_0",
+    kv_format: KVFormat = "f32",
     pin: Pin = False,
     hyper_threads: HyperThreads = False,
     numa: Numa = None,
@@ -234,7 +236,7 @@ def generate(
         "repetition_penalty": repetition_penalty, "logit_bias": cli_generate.parse_bias(logit_bias or ()),
         "seed": seed, "stop": tuple(stop) if stop else None, "ignore_eos": ignore_eos or None,
     }
-    options = EngineConfig(activations=activations, backend=backend, threads=threads, ctx_size=ctx_size,
+    options = EngineConfig(activations=activations, backend=backend, threads=threads, ctx_size=ctx_size, kv_format=kv_format,
                            pin=pin, hyper_threads=hyper_threads, numa=numa, load=load, huge_pages=huge_pages, mlock=mlock)
     cli_generate.run(cli_generate.Request(
         model, prompt, chat, ids, system, tools, think, show_reasoning, raw, timing, format, sampling, options))
@@ -285,7 +287,7 @@ def bench(
     context: Annotated[list[str] | None, typer.Option(metavar="C,...", show_default=False,
                                                       help="Tokens before the decoded ones; default 128.")] = None,
     repeat: Annotated[int, typer.Option(metavar="R", min=1, max=1000, help="Medians are over this many.")] = 3,
-    kv_format: Annotated[str, typer.Option(metavar="f32|f16|q8_0", help="Format of the key/value cache.")] = "f32",
+    kv_format: KVFormat = "f32",
     backend: Backend = None,
     activations: Activations = "q8_0",
     timing: Annotated[bool, typer.Option("--timing", help="Also where the time goes, op by op.")] = False,

@@ -100,7 +100,7 @@ def test_help_names_every_flag_of_generate() -> None:
     flags = ("--model --prompt --chat --ids --system --tools --think --no-think --show-reasoning --raw --max-tokens -n "
              "--n-predict --temp --top-k --top-p --min-p --presence-penalty --frequency-penalty --repetition-penalty "
              "--logit-bias --seed --stop --ignore-eos --format --threads --backend --ctx-size --activations --timing "
-             "--pin --hyper-threads --numa --load --huge-pages --mlock")
+             "--kv-format --pin --hyper-threads --numa --load --huge-pages --mlock")
     assert [flag for flag in flags.split() if not re.search(rf"(?<![\w-]){flag}(?![\w-])", text)] == []
 
 

@@ -407,8 +407,11 @@ class CpuKernels:
             raise ValueError(f"attention: queries {q.shape} against a cache of {cache.kv_heads} heads of {cache.head_dim}")
         self._room("attention", cache, start, tokens)
         o = self.empty(q.shape)
-        # Query heads of a key head share one pass over the cache, and so do tokens where there are enough for all threads.
-        grain = SHARED_TOKENS * heads if tokens >= 2 * SHARED_TOKENS * self.threads else heads // cache.kv_heads
+        # Query heads of a key head share one pass over the cache unless threads would go without, and so do tokens where there
+        # are enough for all threads.
+        grain = min(heads // cache.kv_heads, max(1, heads // self.threads))
+        if tokens >= 2 * SHARED_TOKENS * self.threads:
+            grain = SHARED_TOKENS * heads
         self._run("attention", "attention_args *", tokens * heads, grain,
                   {"q": self._f32(q), "o": self._f32(o), "heads": heads, "kv_heads": cache.kv_heads, "scale": scale,
                    **self._cache(cache, start)})
