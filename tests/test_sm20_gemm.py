@@ -65,9 +65,11 @@ def same_bits(a, b):
 def gemm(runner, format, tile, x, w, n, k, source=None, stride=None):
     m = len(x) if source is None else len(source)
     rows, cols, block = TILES[tile]
-    y = runner.run(f"gemm_{format}{tile}", (ceil(n, cols), ceil(m, rows)), block, nans(m + 1, stride or n), x=x, source=source, w=w,
+    y = runner.run(f"gemm_{format}{tile}", (ceil(n, cols), ceil(m, rows)), block, nans(m + 1, stride or n), x=x, source=source,
+                   w=w,
                    x_stride=x.shape[1], y_stride=stride or n, m=m, n=n, k=k)
-    assert np.isnan(y[m]).all() and np.isnan(y[:, n:]).all()
+    assert np.isnan(y[m]).all()
+    assert np.isnan(y[:, n:]).all()
     return y[:m, :n].copy()
 
 
@@ -84,7 +86,7 @@ def floats(rng, *shape):
     return rng.standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("m, n, k", ((3, 40, 16), (17, 20, 48), *SHAPES))
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 40, 16), (17, 20, 48), *SHAPES])
 def test_f32(runner, m, n, k):
     rng = np.random.default_rng(m)
     x, w = floats(rng, m, k), floats(rng, n, k)
@@ -95,7 +97,7 @@ def test_f32(runner, m, n, k):
         assert same_bits(gemm(runner, "f32", tile, x, w, n, k, source, n + 5), expected[source]), tile
 
 
-@pytest.mark.parametrize("k", (1, 7, 30, 65))
+@pytest.mark.parametrize("k", [1, 7, 30, 65])
 def test_f32_any_k(runner, k):
     rng = np.random.default_rng(k)
     x, w = floats(rng, 70, k + 3), floats(rng, 67, k)
@@ -103,13 +105,14 @@ def test_f32_any_k(runner, k):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("m, n, k", SHAPES)
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_codes(runner, format, m, n, k):
     rng = np.random.default_rng(n)
     x, w = floats(rng, m, k), floats(rng, n, k)
     w[0] = 0
     matrix = Matrix.from_f32(w, format)
-    whole = runner.run(f"dequantize_{format}", (ceil(n, 8),), 256, nans(n, k), w=matrix.data, row_ids=None, first_row=0, items=n, n=k)
+    whole = runner.run(f"dequantize_{format}", (ceil(n, 8),), 256, nans(n, k), w=matrix.data, row_ids=None, first_row=0,
+                       items=n, n=k)
     assert same_bits(whole, matrix.dequantize())
     ids = rng.integers(0, n, 13).astype(np.int32)
     some = runner.run(f"dequantize_{format}", (2,), 256, nans(13, k), w=matrix.data, row_ids=ids, first_row=0, items=13, n=k)
@@ -122,13 +125,14 @@ def test_codes(runner, format, m, n, k):
 def test_f16_rows(runner):
     halves = np.arange(65536, dtype=np.uint16).view(np.float16).reshape(-1, 64)
     halves = halves[np.isfinite(halves).all(axis=1)]
-    y = runner.run("dequantize_f16", (ceil(len(halves) - 3, 8),), 256, nans(len(halves) - 3, 64), w=halves.view(np.uint8), row_ids=None,
+    y = runner.run("dequantize_f16", (ceil(len(halves) - 3, 8),), 256, nans(len(halves) - 3, 64), w=halves.view(np.uint8),
+                   row_ids=None,
                    first_row=3, items=len(halves) - 3, n=64)
     assert same_bits(y, halves[3:].astype(np.float32))
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("tile", ("", "_small"))
+@pytest.mark.parametrize("tile", ["", "_small"])
 def test_grouped(runner, format, tile):
     rng = np.random.default_rng(3)
     n, k, counts = 140, 64, np.array([30, 0, 1, 65, 0, 128, 5, 64])
@@ -164,4 +168,5 @@ def test_many_hits(runner):
     expected = [(i, row) for i in range(600) for row in range(first[i], first[i + 1], 32)]
     tiles = runner.run("grouped_tiles", (1,), 256, np.zeros(1 + 2 * len(expected), np.int32), first=first,
                        hits=np.array([600], np.int32), tile_rows=32)
-    assert tiles[0] == len(expected) and [tuple(t) for t in tiles[1:].reshape(-1, 2)] == expected
+    assert tiles[0] == len(expected)
+    assert [tuple(t) for t in tiles[1:].reshape(-1, 2)] == expected

@@ -24,8 +24,8 @@ INLINE AVX2 __m256 f16_values(const void *halves)
     const __m256i h = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)halves));
     __m256i magnitude = _mm256_and_si256(h, _mm256_set1_epi32(0x7fff));
     __m256i special = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7bff));
-    __m256i unquiet = _mm256_and_si256(special, _mm256_andnot_si256(_mm256_slli_epi32(h, 13), _mm256_set1_epi32(0x400000)));
-    return _mm256_andnot_ps(_mm256_castsi256_ps(unquiet), f16_numbers(halves));
+    __m256i not_quiet = _mm256_andnot_si256(_mm256_slli_epi32(h, 13), _mm256_set1_epi32(0x400000));
+    return _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_and_si256(special, not_quiet)), f16_numbers(halves));
 }
 
 /* y[i] = bytes[i] * d for 16 signed bytes. */

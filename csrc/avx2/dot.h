@@ -1,8 +1,8 @@
 /* Lane sums of products for a small tile of rows against a small tile of columns, each in the order of lanes.h.
  *
- * A tile keeps eight chains of additions in registers: 4 rows by 2 columns of one of the two vectors that make up the 16
- * lanes, which take their turns over DOT_CHUNK elements that stay in the level-1 cache meanwhile, or 4 rows by 1 column of
- * both at once. */
+ * A tile keeps eight chains of additions in registers: 4 rows by 2 columns of one of the two vectors that make up the
+ * 16 lanes, which take their turns over DOT_CHUNK elements that stay in the level-1 cache meanwhile, or 4 rows by 1
+ * column of both at once. */
 #ifndef FERMI_AVX2_DOT_H
 #define FERMI_AVX2_DOT_H
 
@@ -13,9 +13,9 @@ enum { DOT_CHUNK = 512, DOT_ROWS = 4, DOT_COLUMNS = 2, DOT_AHEAD = 256 /* elemen
 typedef __m256 dot_sums[DOT_ROWS][DOT_COLUMNS];
 
 /* Adds the elements from `begin`, which is where vector `first` begins, up to `end`: one vector, or both at once. */
-static inline __attribute__((always_inline)) AVX2 void dot_pass(int rows, int columns, int vectors, const float *const *w,
-                                                                 const float *const *x, int64_t begin, int64_t end,
-                                                                 dot_sums *sums)
+static inline __attribute__((always_inline)) AVX2 void dot_pass(int rows, int columns, int vectors,
+                                                                 const float *const *w, const float *const *x,
+                                                                 int64_t begin, int64_t end, dot_sums *sums)
 {
     dot_sums s[2];
     for (int g = 0; g < vectors; g++)
@@ -42,8 +42,9 @@ static inline __attribute__((always_inline)) AVX2 void dot_pass(int rows, int co
 }
 
 /* out[r][c] = lane sum of w[r][i] * x[c][i]; rows and columns are constants where this is called. */
-static inline __attribute__((always_inline)) AVX2 void dot_tile(int rows, int columns, const float *const *w, const float *const *x,
-                                                                 int64_t n, float out[DOT_ROWS][DOT_COLUMNS])
+static inline __attribute__((always_inline)) AVX2 void dot_tile(int rows, int columns, const float *const *w,
+                                                                 const float *const *x, int64_t n,
+                                                                 float out[DOT_ROWS][DOT_COLUMNS])
 {
     const int vectors = columns == 1 ? 2 : 1;
     dot_sums sums[2];

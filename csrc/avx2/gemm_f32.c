@@ -4,7 +4,9 @@
 
 enum { TOKENS_PER_PASS = 32 }; /* 256 KB at n = 2048, met again by every four rows */
 
-static inline __attribute__((always_inline)) AVX2 void tile(const gemm_f32_args *a, int64_t row, int rows, int64_t token, int tokens)
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE AVX2 void tile(const gemm_f32_args *a, int64_t row, int rows, int64_t token, int tokens)
 {
     const float *w[DOT_ROWS], *x[DOT_COLUMNS];
     float out[DOT_ROWS][DOT_COLUMNS];
@@ -18,8 +20,7 @@ static inline __attribute__((always_inline)) AVX2 void tile(const gemm_f32_args 
             a->y[(token + t) * a->y_stride + row + r] = out[r][t];
 }
 
-static inline __attribute__((always_inline)) AVX2 void rows_times_tokens(const gemm_f32_args *a, int64_t row, int rows, int64_t t,
-                                                                          int64_t end)
+INLINE AVX2 void rows_times_tokens(const gemm_f32_args *a, int64_t row, int rows, int64_t t, int64_t end)
 {
     for (; t + 2 <= end; t += 2)
         tile(a, row, rows, t, 2);

@@ -1,8 +1,8 @@
 /* The 16 virtual lanes of csrc/scalar/lanes.h as two vectors, v[0] = lanes 0..7 and v[1] = lanes 8..15, and loads and
  * stores of row ends.
  *
- * A row end is filled up with zeros. That changes no bit of a sum: a lane starts from +0.0 and so is never -0.0, and adding
- * +0.0 to anything else returns it. */
+ * A row end is filled up with zeros. That changes no bit of a sum: a lane starts from +0.0 and so is never -0.0, and
+ * adding +0.0 to anything else returns it. */
 #ifndef FERMI_AVX2_LANES_H
 #define FERMI_AVX2_LANES_H
 

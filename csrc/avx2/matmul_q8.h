@@ -1,11 +1,15 @@
 /* Quantised weight rows times quantised activation rows, shared by the six products: y as kernels.h defines it.
  *
- * A stored block holds the same four code bytes of its eight rows in one vector, so an activation word broadcast to all
- * lanes multiplies eight rows at once and no sum ever crosses lanes: lane r of a result is row r. A tile is one group of
- * rows by up to TILE_TOKENS tokens: a block is unpacked once and stays in registers while the tokens take their turns.
- * Activations are copied beforehand, once for all the groups of a call, into the order in which a tile meets them. Tiling
- * changes no bit: y[t, r] is summed over blocks in order, and between two runs of blocks it waits in memory as the float
- * it is. */
+ * A stored block holds the same four code bytes of its eight rows in one vector, so an activation word broadcast
+ * to all lanes multiplies eight rows at once and no sum ever crosses lanes: lane r of a result is row r. A block
+ * is unpacked once and stays in registers while the tokens of a tile take their turns. Activations are copied
+ * beforehand, once for all the groups of a call, into the order in which a tile meets them. Tiling changes no bit:
+ * y[t, r] is summed over blocks in order, and between two runs of blocks it waits in memory as the float it is.
+ *
+ * A tile is TILE_SUMS tokens by groups. Its groups are not neighbours: each is the next one of a stream that walks
+ * a part of the call's groups from end to end. Weights that come from memory are read a third faster in four
+ * streams than in one.
+ */
 #ifndef FERMI_AVX2_MATMUL_Q8_H
 #define FERMI_AVX2_MATMUL_Q8_H
 
@@ -16,16 +20,12 @@
 
 enum {
     TILE_TOKENS = 16,
+    TILE_SUMS = 16,      /* tokens times groups */
+    TILE_GROUPS = 4,     /* at most; fewer where there are more than four tokens: memory is not the limit then */
     PACKED_BLOCKS = 512, /* 20 KB: with a tile's sums and weights they stay in a 32 KB level-1 cache */
-    WORDS = 8            /* vectors of an unpacked block; vector i belongs to activation codes 4i..4i+3 */
-};
-
-/* Where weights come from memory, TILE_GROUPS streams at once are read a third faster than one. */
-enum {
-    TILE_GROUPS = 4,
-    FEW_TOKENS = 4,  /* beyond, arithmetic takes longer than memory */
-    NEAR = 512,      /* bytes ahead that go to the level-1 cache */
-    FAR_BLOCKS = 32  /* blocks of a stream ahead that go to the level-2 cache */
+    WORDS = 8,           /* vectors of an unpacked block; vector i belongs to activation codes 4i..4i+3 */
+    NEAR = 512,          /* bytes ahead in a stream that are fetched into the level-1 cache */
+    FAR_BLOCKS = 24      /* blocks ahead in a stream that are fetched into the level-2 cache */
 };
 
 /* One block of one token. */
@@ -42,7 +42,8 @@ INLINE AVX2 __m256i broadcast_word(const int8_t *codes)
     return _mm256_set1_epi32(word);
 }
 
-/* What differs between formats: a stored block's code bytes to vectors, and the exact dots of its rows with a token's block. */
+/* What differs between formats: a stored block's code bytes to vectors, and the exact dots of its rows with a block of
+ * a token. */
 typedef void unpack_block(const uint8_t *qs, __m256i v[WORDS]);
 typedef __m256i block_dots(const __m256i v[WORDS], const packed_block *x);
 
@@ -88,7 +89,8 @@ INLINE AVX2 __m256i q8_0_dots(const __m256i v[WORDS], const packed_block *x)
 }
 
 /* Blocks [block, block + count) of tokens token.. to out[count][tokens]. */
-INLINE AVX2 void pack(const matmul_q8_args *a, int64_t token, int tokens, int64_t block, int64_t count, packed_block *out)
+INLINE AVX2 void pack(const matmul_q8_args *a, int64_t token, int tokens, int64_t block, int64_t count,
+                      packed_block *out)
 {
     for (int t = 0; t < tokens; t++) {
         int64_t from = (a->source ? a->source[token + t] : token + t) * (a->n / BLOCK) + block;
@@ -123,6 +125,24 @@ typedef struct {
     const packed_block *x;
 } tile_run;
 
+/* y of a group, zeros before its first block. */
+INLINE AVX2 void load_sums(const matmul_q8_args *a, tile_run run, int64_t group, __m256 *y)
+{
+    const float *from = a->y + run.token * a->y_stride + group * GROUP;
+    for (int t = 0; t < run.tokens; t++)
+        if (run.block > 0)
+            y[t] = load_n(from + t * a->y_stride, a->rows - group * GROUP);
+        else
+            y[t] = _mm256_setzero_ps();
+}
+
+INLINE AVX2 void store_sums(const matmul_q8_args *a, tile_run run, int64_t group, const __m256 *y)
+{
+    float *to = a->y + run.token * a->y_stride + group * GROUP;
+    for (int t = 0; t < run.tokens; t++)
+        store_n(to + t * a->y_stride, y[t], a->rows - group * GROUP);
+}
+
 /* A prefetch past the end of the weights does nothing. */
 INLINE AVX2 void prefetch(const uint8_t *w, int bytes, int64_t far)
 {
@@ -132,8 +152,8 @@ INLINE AVX2 void prefetch(const uint8_t *w, int bytes, int64_t far)
     }
 }
 
-INLINE AVX2 void add_block(const matmul_q8_args *a, q8_product p, tile_run run, int64_t group, int64_t b, const uint8_t *w,
-                           __m256 *y)
+INLINE AVX2 void add_block(const matmul_q8_args *a, q8_product p, tile_run run, int64_t group, int64_t b,
+                           const uint8_t *w, __m256 *y)
 {
     const __m256 dw = f16_numbers(w);
     const packed_block *x = run.x + b * run.tokens;
@@ -148,48 +168,41 @@ INLINE AVX2 void add_block(const matmul_q8_args *a, q8_product p, tile_run run, 
     }
 }
 
-/* Adds a run of blocks of `groups` groups of rows to y. After the run come the same blocks of the next groups. */
-INLINE AVX2 void add_tile(const matmul_q8_args *a, q8_product p, tile_run run, int64_t group, int groups)
+/* Adds a run of blocks of groups of rows, `stride` apart, to y. In a stream the next group's same blocks follow. */
+INLINE AVX2 void add_tile(const matmul_q8_args *a, q8_product p, tile_run run, int64_t group, int groups,
+                          int64_t stride)
 {
-    const int64_t row = group * GROUP, row_of_blocks = a->n / BLOCK * p.block_bytes;
+    const int64_t row_of_blocks = a->n / BLOCK * p.block_bytes;
     const int64_t ahead = run.count < FAR_BLOCKS ? run.count : FAR_BLOCKS;
-    const int64_t far = ahead * p.block_bytes, far_in_next = far + groups * row_of_blocks - run.count * p.block_bytes;
+    const int64_t far = ahead * p.block_bytes, far_in_next = far + row_of_blocks - run.count * p.block_bytes;
     const uint8_t *w = a->w + group * row_of_blocks + run.block * p.block_bytes;
-    float *out = a->y + run.token * a->y_stride + row;
-    __m256 y[TILE_TOKENS];
+    __m256 y[TILE_SUMS];
     for (int g = 0; g < groups; g++)
-        for (int t = 0; t < run.tokens; t++)
-            y[g * run.tokens + t] = run.block > 0 ? load_n(out + t * a->y_stride + g * GROUP, a->rows - row - g * GROUP)
-                                                  : _mm256_setzero_ps();
+        load_sums(a, run, group + g * stride, y + g * run.tokens);
     for (int64_t b = 0; b < run.count; b++, w += p.block_bytes)
         for (int g = 0; g < groups; g++) {
-            prefetch(w + g * row_of_blocks, p.block_bytes, b + ahead < run.count ? far : far_in_next);
-            add_block(a, p, run, group + g, b, w + g * row_of_blocks, y + g * run.tokens);
+            const uint8_t *wg = w + g * stride * row_of_blocks;
+            prefetch(wg, p.block_bytes, b + ahead < run.count ? far : far_in_next);
+            add_block(a, p, run, group + g * stride, b, wg, y + g * run.tokens);
         }
     for (int g = 0; g < groups; g++)
-        for (int t = 0; t < run.tokens; t++)
-            store_n(out + t * a->y_stride + g * GROUP, y[g * run.tokens + t], a->rows - row - g * GROUP);
+        store_sums(a, run, group + g * stride, y + g * run.tokens);
 }
 
-INLINE AVX2 void add_tiles(const matmul_q8_args *a, q8_product p, tile_run run, int64_t group, int64_t end)
-{
-    if (run.tokens <= FEW_TOKENS)
-        for (; group + TILE_GROUPS <= end; group += TILE_GROUPS)
-            add_tile(a, p, run, group, TILE_GROUPS);
-    for (; group < end; group++)
-        add_tile(a, p, run, group, 1);
-}
-
-/* Up to TILE_TOKENS tokens from `token` on. */
-INLINE AVX2 void few_tokens(const matmul_q8_args *a, q8_product p, int64_t begin, int64_t end, int64_t token, int tokens,
-                            int checked)
+/* Up to TILE_TOKENS tokens from `token` on. Group g of a stream goes with group g of the others. */
+INLINE AVX2 void few_tokens(const matmul_q8_args *a, q8_product p, int64_t begin, int64_t end, int64_t token,
+                            int tokens, int checked)
 {
     const int64_t blocks = a->n / BLOCK, most = PACKED_BLOCKS / tokens;
+    const int64_t groups = tokens * TILE_GROUPS < TILE_SUMS ? TILE_GROUPS : TILE_SUMS / tokens;
+    const int64_t stride = (end - begin + groups - 1) / groups;
     packed_block x[PACKED_BLOCKS];
     for (int64_t block = 0, count; block < blocks; block += count) {
         count = blocks - block < most ? blocks - block : most;
         pack(a, token, tokens, block, count, x);
-        add_tiles(a, p, (tile_run){token, block, count, tokens, checked, x}, begin, end);
+        for (int64_t g = 0; g < stride; g++)
+            add_tile(a, p, (tile_run){token, block, count, tokens, checked, x}, begin + g,
+                     (int)((end - begin - g + stride - 1) / stride), stride);
     }
 }
 

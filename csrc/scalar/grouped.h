@@ -11,7 +11,7 @@ typedef struct {
     int64_t begin, end;
 } hit_part;
 
-/* Moves *begin over the next items of [*begin, end) that belong to one hit and describes them; 0 when there are none. */
+/* Moves *begin over the next items of [*begin, end) that belong to one hit and describes them; 0 if there are none. */
 INLINE int next_part(const grouped_q8_args *a, int64_t *begin, int64_t end, hit_part *part)
 {
     const int64_t groups = (a->rows + GROUP - 1) / GROUP;
