@@ -2,10 +2,11 @@
 
     python tools/lab/sm20_gemm_bench.py [--kernels kernels.json] [--registers 0,64] kernels.ptx ...
 
-Needs torch (for cuBLAS in plain float32, TF32 off) and pycuda. Every kernel is first held, to the bit, against the first f32
-kernel on expanded weights, and that one against float64; then it is timed: the median of ten launches by events, after two more.
-Kernels are those of csrc/sm20, or those of a table {name: {"format", "grouped", "rows", "cols", "threads"}} in a JSON file.
---registers adds copies of each kernel that the driver's compiler holds to so many registers (0: as it likes).
+Needs torch (for cuBLAS in plain float32, TF32 off) and pycuda. Every kernel is first held, to the bit, against the
+first f32 kernel on expanded weights, and that one against float64; then it is timed: the median of ten launches by
+events, after two more. Kernels are those of csrc/sm20, or those of a table {name: {"format", "grouped", "rows",
+"cols", "threads"}} in a JSON file. --registers adds copies of each kernel that the driver's compiler holds to so many
+registers (0: as it likes).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from fermi_engine.formats import FORMATS, Matrix
 
 DEVICE = "cuda"
 BLOCK_BYTES = {"q4_0": 144, "q8_0": 272}
-DENSE = ((3840, 3840, 3840), (947, 8192, 2048), (947, 2048, 4096), (947, 2048, 512), (947, 1024, 2048), (947, 512, 2048),
-         (947, 32, 2048), (96, 4096, 2048), (1, 4096, 2048))
+DENSE = ((3840, 3840, 3840), (947, 8192, 2048), (947, 2048, 4096), (947, 2048, 512), (947, 1024, 2048),
+         (947, 512, 2048), (947, 32, 2048), (96, 4096, 2048), (1, 4096, 2048))
 EXPERTS = 128
 GROUPED = ((59, 1024, 2048), (59, 2048, 512), (7, 1024, 2048), (130, 1024, 2048), (-59, 1024, 2048), (-59, 2048, 512))
 # rows of each expert, n, k; negative: uneven rows of that mean
@@ -113,7 +114,8 @@ def row_counts(m: int) -> list[int]:
     return np.random.default_rng(2).multinomial(-m * EXPERTS, popularity / popularity.sum()).tolist()
 
 
-def run_dense(kernel: Kernel, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, source: torch.Tensor | None = None) -> None:
+def run_dense(kernel: Kernel, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor,
+              source: torch.Tensor | None = None) -> None:
     """y = x[source] W^T."""
     m, n = y.shape
     kernel.launch(-(-m // kernel.rows), n, x, source, w, y, x.shape[1], n, m, n, x.shape[1])
@@ -127,7 +129,7 @@ def run_grouped(kernel: Kernel, x: torch.Tensor, w: torch.Tensor, y: torch.Tenso
 
 
 def check(kernels: list[Kernel]) -> dict[str, bool]:
-    """Whether each kernel gives the bits of the first f32 kernel on the expanded weights, odd sizes and tails included."""
+    """Whether each kernel gives the bits of the first f32 kernel on the expanded weights; odd sizes and tails."""
     reference = next(kernel for kernel in kernels if kernel.format == "f32")
     first = [0, 1, 97, 194, 224, 227]
     m, n, k = first[-1], 200, 128
@@ -138,7 +140,8 @@ def check(kernels: list[Kernel]) -> dict[str, bool]:
         y, expected = torch.full((2, m, n), torch.nan, device=DEVICE)
         if kernel.grouped:
             w = torch.stack([stored_weights(kernel.format, n, k) for _ in first[1:]])
-            run_grouped(kernel, x, w, y, torch.tensor(first, dtype=torch.int32, device=DEVICE), tile_list(first, kernel.rows))
+            ends = torch.tensor(first, dtype=torch.int32, device=DEVICE)
+            run_grouped(kernel, x, w, y, ends, tile_list(first, kernel.rows))
             for i, (a, b) in enumerate(pairwise(first)):
                 run_dense(reference, x[a:b].contiguous(), expanded(kernel.format, w[i], n), expected[a:b])
         else:
@@ -197,7 +200,8 @@ def time_grouped(kernels: list[Kernel]) -> dict[str, list[float]]:
     return rates
 
 
-def report(title: str, shapes: tuple, rates: dict[str, list[float]], kernels: list[Kernel], right: dict[str, bool]) -> str:
+def report(title: str, shapes: tuple, rates: dict[str, list[float]], kernels: list[Kernel],
+           right: dict[str, bool]) -> str:
     """A table of TFLOP/s, one kernel a line."""
     registers = {kernel.name: kernel.function.num_regs for kernel in kernels}
     lines = [f"{title:34} regs bits  " + " ".join(f"{'x'.join(map(str, shape)):>14}" for shape in shapes)]

@@ -3,16 +3,16 @@
     python tools/lab/sm20_sass.py --ptxas PATH kernel.ptx ...
 
 No assembler for sm_20 is to be had today. The oldest one at hand, ptxas 11.8 (Python package nvidia-cuda-nvcc-cu11
-11.8.89), starts at sm_35, which has the same instructions for this purpose; it is held to Fermi's 63 registers a thread. Launch
-bounds are taken out of the PTX, since they allow more. There is no disassembler for sm_35 either, so this tells
-instructions apart by their operation bits, as the envytools project documents them for GK110 (envydis/gk110.c); every eighth
-word holds scheduling hints.
+11.8.89), starts at sm_35, which has the same instructions for this purpose; it is held to Fermi's 63 registers a
+thread. Launch bounds are taken out of the PTX, since they allow more. There is no disassembler for sm_35 either, so
+this tells instructions apart by their operation bits, as the envytools project documents them for GK110
+(envydis/gk110.c); every eighth word holds scheduling hints.
 
-The hot loop of a kernel is the loop that has the most FFMA in it. Its time on a C2075 (14 multiprocessors, 1.15 GHz) is the
-larger of two sums over the loop, in shader clocks a warp: issue (1 an instruction, 2 for shifts, comparisons, integer
-products and conversions: CUDA C programming guide 8.0, throughput of arithmetic instructions, compute capability 2.0) and
-the shared-memory pipe (2, 4 or 16 clocks for a load of 32, 64 or 128 bits; Lai and Seznec, CGO 2013). Stalls, bank
-conflicts and global memory are not in it.
+The hot loop of a kernel is the loop that has the most FFMA in it. Its time on a C2075 (14 multiprocessors, 1.15 GHz)
+is the larger of two sums over the loop, in shader clocks a warp: issue (1 an instruction, 2 for shifts, comparisons,
+integer products and conversions: CUDA C programming guide 8.0, throughput of arithmetic instructions, compute
+capability 2.0) and the shared-memory pipe (2, 4 or 16 clocks for a load of 32, 64 or 128 bits; Lai and Seznec, CGO
+2013). Stalls, bank conflicts and global memory are not in it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from pathlib import Path
 
 REGISTERS = 63
 BOUNDS = re.compile(r"^\s*\.(maxntid|minnctapersm|maxnreg|reqntid)\b[^{\n]*$", re.MULTILINE)
-REPORT = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
-                    re.DOTALL)
+REPORT = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?"
+                    r"Used (\d+) registers", re.DOTALL)
 PEAK_TFLOPS = 14 * 32 * 2 * 1.15e9 / 1e12
 
 # form (the two lowest bits), mask, value, name; the first match counts
@@ -145,12 +145,12 @@ def sections(elf: bytes) -> dict[str, bytes]:
 
 
 def count_ptx(ptx: str, ptxas: str) -> list[Loop]:
-    """Assembles PTX text for sm_35 at 63 registers and counts each kernel's hot loop. CalledProcessError if ptxas refuses it."""
+    """Counts each kernel's hot loop in PTX text assembled for sm_35. CalledProcessError if ptxas refuses it."""
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "k.ptx"), Path(folder, "k.cubin")
         source.write_text(BOUNDS.sub("", ptx))
-        report = subprocess.run([ptxas, "-arch", "sm_35", "--maxrregcount", str(REGISTERS), "-v", str(source), "-o", str(cubin)],
-                                check=True, capture_output=True, text=True)
+        command = [ptxas, "-arch", "sm_35", "--maxrregcount", str(REGISTERS), "-v", str(source), "-o", str(cubin)]
+        report = subprocess.run(command, check=True, capture_output=True, text=True)
         code = sections(cubin.read_bytes())
     found = REPORT.findall(report.stdout + report.stderr)
     return [Loop(name, int(registers), int(stores) + int(loads), hot_loop(code[f".text.{name}"]))
@@ -166,8 +166,9 @@ def table(loops: list[Loop]) -> str:
         local = counts["ldl"] + counts["stl"]
         rest = loop.size - local - sum(counts[k] for k in kinds)
         bound = PEAK_TFLOPS * counts["ffma"] / max(1, loop.clocks)
-        lines.append(f"{loop.kernel:30} {loop.registers:4} {loop.spill_bytes:5} {loop.size:5} {100 * loop.ffma_share:5.1f} "
-                     + " ".join(f"{counts[k]:7}" for k in kinds) + f" {local:5} {rest:5}  {bound:5.2f}")
+        lines.append(f"{loop.kernel:30} {loop.registers:4} {loop.spill_bytes:5} {loop.size:5} "
+                     f"{100 * loop.ffma_share:5.1f} " + " ".join(f"{counts[k]:7}" for k in kinds)
+                     + f" {local:5} {rest:5}  {bound:5.2f}")
     return "\n".join(lines)
 
 
