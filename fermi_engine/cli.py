@@ -227,6 +227,9 @@ def generate(
     Sampling settings not given here are those of the model's generation_config.json.
     """
     _check_cpu()
+    from fermi_engine import tokenizer_ahead
+
+    parsed = tokenizer_ahead.begin(Path(model)) if ids is None else None
     from fermi_engine import cli_generate
     from fermi_engine.config import EngineConfig
 
@@ -239,7 +242,7 @@ def generate(
     options = EngineConfig(activations=activations, backend=backend, threads=threads, ctx_size=ctx_size, kv_format=kv_format,
                            pin=pin, hyper_threads=hyper_threads, numa=numa, load=load, huge_pages=huge_pages, mlock=mlock)
     cli_generate.run(cli_generate.Request(
-        model, prompt, chat, ids, system, tools, think, show_reasoning, raw, timing, format, sampling, options))
+        model, prompt, chat, ids, system, tools, think, show_reasoning, raw, timing, format, sampling, options, parsed))
 
 
 @app.command()

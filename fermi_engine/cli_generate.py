@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,7 @@ class Request:
     format: str | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     options: EngineConfig = field(default_factory=EngineConfig)
+    parsed: Future[Any] | None = None  # the tokenizer to come, see tokenizer_ahead
 
 
 def run(request: Request) -> None:
@@ -53,7 +55,7 @@ def run(request: Request) -> None:
     start = time.perf_counter()
     with report.progress("loading") as progress:
         engine = Engine.load(request.model, request.format, config=request.options, progress=progress)
-    engine.prefetch()
+    engine.prefetch(request.parsed)
     report.note(status_line(engine) + (f", loaded in {time.perf_counter() - start:.2f} s" if request.timing else ""))
     writer = _Writer(request.show_reasoning)
     talk = Conversation(engine, request, tools)

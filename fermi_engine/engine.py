@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fermi_engine import kernels, memory
 from fermi_engine.config import EngineConfig, ModelConfig
@@ -79,12 +79,12 @@ class Engine:
         """Most tokens a session accepts."""
         return self.options.ctx_size or self.config.max_position_embeddings
 
-    def prefetch(self) -> None:
+    def prefetch(self, parsed: Future[Any] | None = None) -> None:
         """Begin with what the first request needs, in the background: to parse the tokenizer (0.7 s for 248,000 tokens)
-        and to map the weights, which takes longer the smaller their pages are."""
+        and to map the weights, which takes longer the smaller their pages are. `parsed`: see tokenizer_ahead."""
         if self.has_tokenizer and self._parsing is None:
             executor = ThreadPoolExecutor(1)
-            self._parsing = executor.submit(self._parse_tokenizer)
+            self._parsing = executor.submit(self._parse_tokenizer, parsed)
             executor.shutdown(wait=False)
         if (memory.available() or 0) > self.pack.mapped.size:
             Thread(target=self._map_weights, daemon=True).start()
@@ -93,10 +93,10 @@ class Engine:
         with suppress(FermiError):  # whoever needs a page that cannot be read is told
             memory.warm(self.pack.mapped, self.pack.fileno())
 
-    def _parse_tokenizer(self) -> Tokenizer:
+    def _parse_tokenizer(self, parsed: Future[Any] | None = None) -> Tokenizer:
         from fermi_engine.tokenizer import Tokenizer
 
-        return Tokenizer.from_bytes(self.pack.files(), self.config.vocab_size)
+        return Tokenizer.from_bytes(self.pack.files(), self.config.vocab_size, parsed and parsed.result())
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

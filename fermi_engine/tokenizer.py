@@ -49,15 +49,16 @@ class Tokenizer:
             byte for character, byte in _BYTE_OF.items() if library.token_to_id(character) is None)
 
     @classmethod
-    def from_bytes(cls, files: Mapping[str, bytes], vocab_size: int) -> Tokenizer:
-        """Build from the contents of tokenizer.json and, for the end-of-turn token, tokenizer_config.json.
+    def from_bytes(cls, files: Mapping[str, bytes], vocab_size: int, library: Any = None) -> Tokenizer:
+        """Build from the contents of tokenizer.json and, for the end-of-turn token, tokenizer_config.json; `library` is what
+        `parse` made of the former, where that has been done.
 
         Raises TokenizerError when tokenizer.json is missing, damaged, not byte-level, or has ids beyond `vocab_size`.
         """
         if "tokenizer.json" not in files:
             raise TokenizerError("the model carries no tokenizer.json, so text cannot be read or written; add the file "
                                  "to the checkpoint and convert again, or work on token ids (--ids)")
-        library = _parse(files["tokenizer.json"])
+        library = library or parse(files["tokenizer.json"])
         top = max(library.get_vocab(with_added_tokens=True).values(), default=-1)
         if top < 0:
             raise TokenizerError("tokenizer.json holds no tokens; fetch the file again or work on token ids (--ids)")
@@ -207,7 +208,8 @@ def token_text(entry: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _parse(data: bytes) -> Any:
+def parse(data: bytes) -> Any:
+    """tokenizer.json as a `tokenizers.Tokenizer`. Raises TokenizerError when it is damaged or not byte-level."""
     try:
         import tokenizers
     except ImportError:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from fermi_engine import Engine, EngineConfig, FermiError, SamplingParams
+from fermi_engine import Engine, EngineConfig, FermiError, SamplingParams, tokenizer_ahead
 from fermi_engine.convert import convert
-from fermi_engine.errors import BackendError, ConfigError, RequestError
+from fermi_engine.errors import BackendError, ConfigError, PackError, RequestError
 from fermi_engine.generate import Stream
 from tools.make_checkpoint import make_checkpoint
 
@@ -192,3 +194,21 @@ def test_text_without_a_tokenizer_says_what_is_missing(tmp_path):
 def test_end_of_turn_ids_are_a_union(engine):
     ids = engine.eos_ids
     assert ids >= {engine.tokenizer.id_of("<|im_end|>"), engine.tokenizer.id_of("<|endoftext|>")}
+
+
+def test_a_tokenizer_parsed_ahead_is_the_same(tmp_path):
+    converted = convert(Path(__file__).parents[1] / "golden/tiny", tmp_path / "tiny.pack")
+    parsed = tokenizer_ahead.begin(converted)
+    engine, plain = Engine.load(converted), Engine.load(converted)
+    engine.prefetch(parsed)
+    text = "The wind took the letters from the table"
+    assert engine.tokenizer.encode(text) == plain.tokenizer.encode(text)
+    assert engine.tokenizer._library is parsed.result()
+    assert engine.eos_ids == plain.eos_ids
+
+
+def test_what_cannot_be_parsed_ahead(tmp_path):
+    assert tokenizer_ahead.begin(tmp_path) is None
+    (tmp_path / "x").write_bytes(b"no pack at all")
+    with pytest.raises(PackError, match="x is not a safetensors file"):
+        tokenizer_ahead.begin(tmp_path / "x").result()

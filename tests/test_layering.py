@@ -23,7 +23,7 @@ STDLIB = set(sys.stdlib_module_names)
 TIERS = (
     ("errors", "compare", "report"),
     ("config", "formats", "safetensors_header", "tokenizer"),
-    ("shapes", "pack_layout", "array_weights", "chat", "kernels", "rules", "state"),
+    ("shapes", "pack_layout", "tokenizer_ahead", "array_weights", "chat", "kernels", "rules", "state"),
     ("model", "checkpoint", "pack", "memory", "sampling", "timeline"),
     ("pack_writer", "generate", "session", "roofline"),
     ("convert",),
