@@ -210,13 +210,21 @@ bool fermi_allocate_stacks()
         return false;
     fermi_run.stacks = (char *)p;
     fermi_run.stacks_bytes = bytes;
-    for (unsigned i = 0; i < MAX_THREADS; i++)
-        mprotect(stack_of(i) - PAGE, PAGE, PROT_NONE);
     return true;
+}
+
+/* A page without access below each stack in use. Only those in use: each costs two mappings, a process may have 65,530, and
+ * every op is a library of its own. */
+static void guard_stacks(unsigned n)
+{
+    static unsigned guarded;
+    for (; guarded < n; guarded++)
+        mprotect(stack_of(guarded) - PAGE, PAGE, PROT_NONE);
 }
 
 void fermi_run_threads(unsigned n)
 {
+    guard_stacks(n);
     for (unsigned i = 0; i < n; i++)
         start(i);
     while (run_interval(n) && open_barrier(n))

@@ -3,7 +3,8 @@
 #define BLOCK 256
 #define LANES 8
 
-/* Row of the matrix that thread t's output row is: 8 threads in a row have 8 rows, whose words of a group stand side by side. */
+/* Row of the matrix that thread t's output row is: 8 threads in a row have 8 rows, whose words of a group stand side by
+ * side. */
 INLINE bool dequantize_row(const dequantize_rows_args &a, int64_t *item, int64_t *row)
 {
     *item = (int64_t)blockIdx.x * LANES + threadIdx.x % LANES;

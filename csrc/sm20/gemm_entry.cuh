@@ -16,7 +16,7 @@ template <class S, template <int, int, int> class W> INLINE void gemm_dense(cons
     W<S::COLS, S::THREADS, S::LD> w;
     x.begin(g.x, g.source, (unsigned)g.x_stride, row, (int)g.m);
     w.begin(g.w, 0u, (unsigned)g.k, col, (int)g.n);
-    gemm_sums<S>(acc, shared, x, w, (int)g.k / (2 * GEMM_SLICE), (int)g.m - row, (int)g.n - col);
+    gemm_sums<S>(acc, shared, x, w, (int)g.k / (2 * GEMM_SLICE), (int)g.m - row);
     gemm_store<S>(acc, g.y + row * g.y_stride + col, g.y_stride, (int)g.m - row, (int)g.n - col);
 }
 
@@ -32,7 +32,7 @@ template <class S, template <int, int, int> class W> INLINE void gemm_grouped(co
     W<S::COLS, S::THREADS, S::LD> w;
     x.begin(g.x, g.source, (unsigned)g.x_stride, row, end);
     w.begin(g.w, (unsigned)(g.slot ? g.slot[hit] : hit) * (unsigned)g.w_stride, (unsigned)g.k, col, (int)g.n);
-    gemm_sums<S>(acc, shared, x, w, (int)g.k / (2 * GEMM_SLICE), end - row, (int)g.n - col);
+    gemm_sums<S>(acc, shared, x, w, (int)g.k / (2 * GEMM_SLICE), end - row);
     gemm_store<S>(acc, g.y + row * g.y_stride + col, g.y_stride, end - row, (int)g.n - col);
 }
 

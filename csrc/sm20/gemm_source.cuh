@@ -1,12 +1,13 @@
-/* Where the tiles of a matrix product come from: rows of floats, or stored q4_0 and q8_0 groups that become floats on the way.
+/* Where the tiles of a matrix product come from: rows of floats, or stored q4_0 and q8_0 groups that become floats on
+ * the way.
  *
- * A source is one thread's part in reading ROWS rows of a matrix, 8 columns (a slice) at a time, into shared memory. Thread t
- * takes columns 4 (t % 2) .. +3 of row t / 2, then of row t / 2 + THREADS / 2 and so on. fetch<0> and fetch<1> read the two
- * slices of a pair into registers, stash writes what was fetched, transposed: column c of row r to s[c * LD + r]; next goes on
- * to the next pair. `left` counts the pairs from the present one to the end; a row of blocks of 32 has an even number of
- * pairs, so that an odd `left` is the second half of a block. LD is 4 more than a multiple of 8: the 32 writes of a warp
- * then meet 32 banks. Row numbers are held to the last row: what stands beyond it is read twice and never used.
- * Byte offsets are 32 bits, which spares registers: a matrix is smaller than 4 GiB.
+ * A source is one thread's part in reading ROWS rows of a matrix, 8 columns (a slice) at a time, into shared memory.
+ * Thread t takes columns 4 (t % 2) .. +3 of row t / 2, then of row t / 2 + THREADS / 2 and so on. fetch<0> and fetch<1>
+ * read the two slices of a pair into registers, stash writes what was fetched, transposed: column c of row r to s[c *
+ * LD + r]; next goes on to the next pair. `left` counts the pairs from the present one to the end; a row of blocks of
+ * 32 has an even number of pairs, so that an odd `left` is the second half of a block. LD is 4 more than a multiple of
+ * 8: the 32 writes of a warp then meet 32 banks. Row numbers are held to the last row: what stands beyond it is read
+ * twice and never used. Byte offsets are 32 bits, which spares registers: a matrix is smaller than 4 GiB.
  */
 #ifndef FERMI_GEMM_SOURCE_CUH
 #define FERMI_GEMM_SOURCE_CUH
@@ -17,7 +18,10 @@
 #define METHOD __device__ __forceinline__
 
 template <int ROWS_, int THREADS_, int LD_> struct gemm_source {
-    enum { ROWS = ROWS_, THREADS = THREADS_, LD = LD_, PASSES = (2 * ROWS_ + THREADS_ - 1) / THREADS_, STEP = THREADS_ / 2 };
+    enum {
+        ROWS = ROWS_, THREADS = THREADS_, LD = LD_, STEP = THREADS_ / 2,
+        PASSES = (2 * ROWS_ + THREADS_ - 1) / THREADS_
+    };
     unsigned at[PASSES];
 
     static METHOD bool takes(int pass)
@@ -41,8 +45,9 @@ template <int ROWS_, int THREADS_, int LD_> struct gemm_source {
     }
 };
 
-/* Past the first-level cache: the four slices of a 128-byte line come too far apart for Fermi's 16 KiB to keep it, and a miss
- * there reads the whole line, here 32 bytes. The words of q4_0, read twice, are better off with that cache to themselves. */
+/* Past the first-level cache: the four slices of a 128-byte line come too far apart for Fermi's 16 KiB to keep it, and
+ * a miss there reads the whole line, here 32 bytes. The words of q4_0, read twice, are better off with that cache to
+ * themselves. */
 INLINE float4 load_once(const char *p)
 {
 #ifdef FERMI_EMULATED
@@ -107,8 +112,8 @@ template <int ROWS, int THREADS, int LD> struct float_source : gemm_source<ROWS,
     }
 };
 
-/* (float)(code - zero) without a conversion: the code's bits go into the mantissa of a power of two, whose sum with zero is
- * then taken off, both exact. The code stands at bit 0 (2^23) or bit 8 (2^15) of `bits`. */
+/* (float)(code - zero) without a conversion: the code's bits go into the mantissa of a power of two, whose sum with
+ * zero is then taken off, both exact. The code stands at bit 0 (2^23) or bit 8 (2^15) of `bits`. */
 template <int ZERO> INLINE float code_low(unsigned bits)
 {
     return float_of(bits | 0x4b000000u) - (8388608.0f + ZERO);

@@ -1,13 +1,14 @@
 /* One block's tile of y = x W^T for every kernel of the family: how threads share it, the loop over k, the store.
  *
- * Every element of y is one chain acc = fmaf(x[k], w[k], acc) over k rising from +0.0, in whatever tile it falls: tile shapes,
- * row counts and the format's being expanded before or on the way change no bit.
+ * Every element of y is one chain acc = fmaf(x[k], w[k], acc) over k rising from +0.0, in whatever tile it falls: tile
+ * shapes, row counts and the format's being expanded before or on the way change no bit.
  *
- * A warp's 32 lanes stand LM high and LN wide; a thread has TM rows and TN columns, in pairs that lie side by side for 64-bit
- * shared loads: pair p of a lane stands at 2 (p L + lane). Low lane bits count rows and columns in turn, so that neighbours want
- * the same words, which newer cards then serve in one pass. There are two buffers of one slice of 8 columns: while one is
- * multiplied, the next slice is on its way to registers, and goes into the other buffer afterwards; one barrier a slice.
- * 32 sums a thread leave Fermi's 63 registers room for that slice, the operands of two steps and the addresses; 36 do not.
+ * A warp's 32 lanes stand LM high and LN wide; a thread has TM rows and TN columns, in pairs that lie side by side for
+ * 64-bit shared loads: pair p of a lane stands at 2 (p L + lane). Low lane bits count rows and columns in turn, so that
+ * neighbours want the same words, which newer cards then serve in one pass. There are two buffers of one slice of 8
+ * columns: while one is multiplied, the next slice is on its way to registers, and goes into the other buffer
+ * afterwards; one barrier a slice. 32 sums a thread leave Fermi's 63 registers room for that slice, the operands of two
+ * steps and the addresses; 36 do not.
  */
 #ifndef FERMI_GEMM_TILE_CUH
 #define FERMI_GEMM_TILE_CUH
@@ -86,16 +87,16 @@ template <int HALF, class X, class W> INLINE void gemm_fetch(X &x, W &w, int lef
 
 template <class S, class X, class W> INLINE void gemm_stash(float *s, const X &x, const W &w, int left)
 {
-    x.stash(s, left);
     w.stash(s + GEMM_SLICE * S::LD, left);
+    x.stash(s, left);
 }
 
-/* The sums of a tile over `pairs` pairs of slices. Warps that lie wholly outside [rows, cols] only help to read. */
+/* The sums of a tile over `pairs` pairs of slices. Warps whose rows are all beyond `rows` only help to read. */
 template <class S, class X, class W>
-INLINE void gemm_sums(float (&acc)[S::TM][S::TN], float *s, X &x, W &w, int pairs, int rows, int cols)
+INLINE void gemm_sums(float (&acc)[S::TM][S::TN], float *s, X &x, W &w, int pairs, int rows)
 {
     const float *a = s + S::row(0), *b = s + GEMM_SLICE * S::LD + S::col(0);
-    bool works = S::warp_row() < rows && S::warp_col() < cols;
+    bool works = S::warp_row() < rows;
 #pragma unroll
     for (int i = 0; i < S::TM; i++)
 #pragma unroll
@@ -125,7 +126,8 @@ INLINE void gemm_sums(float (&acc)[S::TM][S::TN], float *s, X &x, W &w, int pair
 }
 
 /* Rows and columns of a thread's sums that lie inside [rows, cols], to y, which points at the tile's first element. */
-template <class S> INLINE void gemm_store(const float (&acc)[S::TM][S::TN], float *y, int64_t stride, int rows, int cols)
+template <class S>
+INLINE void gemm_store(const float (&acc)[S::TM][S::TN], float *y, int64_t stride, int rows, int cols)
 {
 #pragma unroll
     for (int i = 0; i < S::TM; i++)

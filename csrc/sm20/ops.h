@@ -28,15 +28,16 @@ typedef struct {
 } selftest_args;
 ENTRY(selftest, selftest, selftest_args)
 
-/* Matrix products, y[m, n] = x[m, k] W[n, k]^T. Every element of y is one chain acc = fmaf(x[k], w[k], acc), k rising, from
- * +0.0: no k is split, and tile shape, row count, gathered or grouped rows and where W is expanded change no bit. w of q4_0 and
- * q8_0 is (float)(code - 8) * d or (float)code * d, d the stored half: what dequantize gives.
+/* Matrix products, y[m, n] = x[m, k] W[n, k]^T. Every element of y is one chain acc = fmaf(x[k], w[k], acc), k rising,
+ * from +0.0: no k is split, and tile shape, row count, gathered or grouped rows and where W is expanded change no bit.
+ * w of q4_0 and q8_0 is (float)(code - 8) * d or (float)code * d, d the stored half: what dequantize gives.
  * Tile shapes, all of the same bits; grid (ceil(n / cols), ceil(m / rows)):
- *   gemm_<format>        64 rows x 128 cols, block 256; warps whose 16 x 64 part is all beyond m or n skip the arithmetic;
- *   gemm_<format>_small  32 rows x 64 cols, block 128: faster where large tiles are fewer than 3/4 of the multiprocessors;
+ *   gemm_<format>        64 rows x 128 cols, block 256; warps whose 16 rows are all beyond m skip the arithmetic;
+ *   gemm_<format>_small  32 rows x 64 cols, block 128: faster where large tiles are fewer than 3/4 of the
+ *                        multiprocessors;
  *   gemm_f32_any         64 rows x 64 cols, block 256: any k, any stride, any alignment of 4 bytes; half as fast.
- * But for gemm_f32_any: k is a multiple of 16 (f32) or 32 (q4_0, q8_0), x_stride of 4, x aligned to 16 bytes, w to 16 (f32)
- * or 4. x and w are each smaller than 4 GiB; m, n and k fit 31 bits. */
+ * But for gemm_f32_any: k is a multiple of 16 (f32) or 32 (q4_0, q8_0), x_stride of 4, x aligned to 16 bytes, w to 16
+ * (f32) or 4. x and w are each smaller than 4 GiB; m, n and k fit 31 bits. */
 typedef struct {
     const float *x;        /* row i at x + i * x_stride */
     const int32_t *source; /* [m] row of x for each row of y, or NULL for row i */
@@ -53,12 +54,12 @@ ENTRY(gemm_q4_0, gemm_q4_0_small, gemm_args)
 ENTRY(gemm_q8_0, gemm_q8_0, gemm_args)
 ENTRY(gemm_q8_0, gemm_q8_0_small, gemm_args)
 
-/* The same product for the experts that have rows: rows first[i]..first[i+1] of x (or of source) and y belong to hit i, whose
- * matrix is w + slot[i] * w_stride. The tile list says which hit and row a block starts at.
+/* The same product for the experts that have rows: rows first[i]..first[i+1] of x (or of source) and y belong to hit i,
+ * whose matrix is w + slot[i] * w_stride. The tile list says which hit and row a block starts at.
  *   grouped_gemm_<format>        64 x 128 tiles, block 256, list made with tile_rows 64
  *   grouped_gemm_<format>_small  32 x 64 tiles, block 128, tile_rows 32
- * Grid (ceil(n / cols), bound) with any bound >= the tiles there are: hits_max + rows / tile_rows is one, hits_max the smaller of
- * experts and rows. Blocks beyond the list leave at once. */
+ * Grid (ceil(n / cols), bound) with any bound >= the tiles there are: hits_max + rows / tile_rows is one, hits_max the
+ * smaller of experts and rows. Blocks beyond the list leave at once. */
 typedef struct {
     const float *x;        /* row j at x + j * x_stride */
     const int32_t *source; /* [rows] as in gemm_args, or NULL */
@@ -95,5 +96,246 @@ typedef struct {
 ENTRY(dequantize, dequantize_q4_0, dequantize_rows_args)
 ENTRY(dequantize, dequantize_q8_0, dequantize_rows_args)
 ENTRY(dequantize, dequantize_f16, dequantize_rows_args)
+
+/* The product of gemm_args, to the bit, for few rows of x and many of the matrix: the logits of the last rows. The matrix is read
+ * once a row of x, at the memory's pace. Grid (ceil(n / 128), m), block 128. Alignments as for gemm_<format>. */
+ENTRY(gemv_rows, gemv_rows_q4_0, gemm_args)
+ENTRY(gemv_rows, gemv_rows_q8_0, gemm_args)
+
+/* Keys and values of new tokens into the cache: row (token t, key head h) to position start + t of head h. Any grid, block 256;
+ * tokens * kv_heads * head_dim < 2^31. */
+typedef struct {
+    const float *k, *v;     /* [tokens, kv_heads, head_dim] */
+    float *k_cache, *v_cache; /* [kv_heads, capacity, head_dim] */
+    int64_t start, tokens;  /* start + tokens <= capacity */
+    int64_t kv_heads, head_dim, capacity;
+} kv_append_args;
+ENTRY(kv_append, kv_append, kv_append_args)
+
+/* Causal grouped-query attention over the cache. Token t sits at absolute position start + t and sees positions 0..start + t;
+ * query head h reads key head h / (heads / kv_heads). Blocks of 128 absolute positions merge in index order (online softmax):
+ *   s = (chain fmaf(q[d], k[d], s), d rising from +0.0) * scale;  m' = max(m, max s);  c = exp(m - m');  p = exp(s - m');
+ *   l = fmaf(l, c, sum p), sum p = (r0 + r1) + (r2 + r3), r_i the sum of the block's positions 32 i .. 32 i + 31 in order from +0.0;
+ *   o = fmaf(o, c, chain fmaf(p, v, acc)), positions rising from +0.0;
+ * the first block has c = 0 and o = 0; in the end o = o * (1 / l). Only positions that a token sees are terms of its sums, and
+ * nothing beyond the last position start + tokens - 1 is read. So a row's bits depend neither on the tokens that run with it
+ * nor on where a prompt is cut. o holds the running sums and overlaps no input.
+ * Grid (ceil(tokens * heads / kv_heads / 64), kv_heads), block 256. head_dim is a multiple of 32; rows are aligned to 16 bytes. */
+typedef struct {
+    const float *q;                 /* [tokens, heads, head_dim] */
+    const float *k_cache, *v_cache; /* [kv_heads, capacity, head_dim] */
+    float *o;                       /* [tokens, heads, head_dim] */
+    int64_t start, tokens;
+    int64_t heads, kv_heads, head_dim, capacity;
+    float scale;
+} attention_args;
+ENTRY(attention, attention, attention_args)
+
+/* The k experts of highest logit (equal, and -0.0 equals +0.0: lower id first), in that order, and softmax over the chosen:
+ * weight = exp(l - l_first) / (sum of those in order from +0.0). This is softmax over all, choice, renormalisation. NaN counts as
+ * highest, and makes all weights of its token NaN: ids are distinct and in range whatever the logits. Any grid, block 256, a
+ * thread block per token; k <= experts <= 1024, k <= 32. */
+typedef struct {
+    const float *logits; /* [tokens, experts] */
+    int32_t *ids;        /* [tokens, k] */
+    float *weights;      /* [tokens, k] */
+    int64_t tokens, experts, k;
+} router_topk_args;
+ENTRY(router_topk, router_topk, router_topk_args)
+
+/* The work list of a layer's experts: (token, slot) pairs ordered by expert, then token, then slot. Three launches, in this
+ * order, each of block 512: count, grid chunks; scan, grid 1; place, grid chunks; chunks = ceil(tokens * k / 512) <= 65535.
+ * experts <= 512; ids lie in 0..experts - 1. */
+typedef struct {
+    const int32_t *ids; /* [tokens, k] */
+    int32_t *counts;    /* [chunks, experts] scratch: pairs of each expert in each chunk, then the row that the first one gets */
+    int32_t *hit;       /* [experts] ids of the experts that have rows, rising; -1 behind them */
+    int32_t *first;     /* [experts + 1] first row of each hit; tokens * k behind them */
+    int32_t *hits;      /* [1] */
+    int32_t *source;    /* [tokens * k] token of each row */
+    int32_t *row_of;    /* [tokens, k] row of each (token, slot) */
+    int64_t tokens, k, experts;
+} expert_rows_args;
+ENTRY(expert_rows, expert_rows_count, expert_rows_args)
+ENTRY(expert_rows, expert_rows_scan, expert_rows_args)
+ENTRY(expert_rows, expert_rows_place, expert_rows_args)
+
+/* y[t] = chain fmaf(weights[t, s], expert_out[row_of[t, s]], acc) over slots in order from +0.0, then, where shared is given,
+ * fmaf(sigmoid(shared_gate[t]), shared[t], acc). y overlaps no input. Any grid, block 256; tokens * n < 2^31. */
+typedef struct {
+    const float *expert_out;  /* [*, n] */
+    const int32_t *row_of;    /* [tokens, k] */
+    const float *weights;     /* [tokens, k] */
+    const float *shared;      /* [tokens, n] or NULL */
+    const float *shared_gate; /* token t at shared_gate + t * gate_stride; not read where shared is NULL */
+    float *y;                 /* [tokens, n] */
+    int64_t tokens, n, k, gate_stride;
+} moe_combine_args;
+ENTRY(moe_combine, moe_combine, moe_combine_args)
+
+/* Gated DeltaNet and the small ops. Formulas are those of csrc/kernels.h; exp, log1p, sin and cos those of math.cuh.
+ * Every argument of a row op counts floats. Kernels that say "any grid" walk what there is in steps of the whole grid.
+ *
+ * rows.cuh, "row sums": the threads of a row, L = the power of two in 32..256 that leaves each one quad of floats or,
+ * beyond 1024, more; thread l adds the squares of quads l, l + L, ... in order by fmaf from +0.0, then thread l adds
+ * thread l + s for s = L/2 .. 1. So the order depends on n alone. */
+
+/* y = x * (1 / sqrt(sum(x^2) / n + eps)) * (offset + w). Any grid (ceil(rows / (256 / L)) is all), block 256. */
+typedef struct {
+    const float *x; /* row i at x + i * x_stride */
+    const float *w; /* [n] */
+    float *y;       /* row i at y + i * y_stride */
+    int64_t rows, n, x_stride, y_stride;
+    float eps, offset;
+} rms_norm_args;
+ENTRY(rms_norm, rms_norm, rms_norm_args)
+
+/* y = o * (1 / sqrt(sum(o^2) / n + eps)) * w * silu(z). Any grid, block 256. */
+typedef struct {
+    const float *o, *z; /* [rows, n] */
+    const float *w;     /* [n] */
+    float *y;           /* [rows, n] */
+    int64_t rows, n;
+    float eps;
+} gated_rms_norm_args;
+ENTRY(gated_rms_norm, gated_rms_norm, gated_rms_norm_args)
+
+/* y = x * (1 / sqrt(sum(x^2) + eps)) * scale. Any grid, block 256. */
+typedef struct {
+    const float *x; /* head at x + token * token_stride + head * n */
+    float *y;       /* [tokens, heads, n] */
+    int64_t tokens, heads, n, token_stride;
+    float eps, scale;
+} l2_norm_args;
+ENTRY(l2_norm, l2_norm, l2_norm_args)
+
+/* y = silu(gate) * up, rows [gate | up]. Any grid, block 256; rows * n < 2^31. */
+typedef struct {
+    const float *gate_up; /* [rows, 2n] */
+    float *y;             /* [rows, n] */
+    int64_t rows, n;
+} swiglu_args;
+ENTRY(swiglu, swiglu, swiglu_args)
+
+/* y = x * sigmoid(gate). Any grid, block 256; rows * n < 2^31. */
+typedef struct {
+    const float *x;    /* [rows, n] */
+    const float *gate; /* row i at gate + i * gate_stride */
+    float *y;          /* [rows, n] */
+    int64_t rows, n, gate_stride;
+} sigmoid_mul_args;
+ENTRY(sigmoid_mul, sigmoid_mul, sigmoid_mul_args)
+
+/* y = a + b; y may be a or b. Any grid, block 256; n < 2^32. */
+typedef struct {
+    const float *a, *b;
+    float *y;
+    int64_t n;
+} add_args;
+ENTRY(add, add, add_args)
+
+/* Rows of floats: y[j] = row row_ids[j] of w, or first_row + j. Any grid, block 256; items * n < 2^31. */
+typedef struct {
+    const float *w;         /* row i at w + i * w_stride */
+    const int32_t *row_ids; /* [items] or NULL */
+    float *y;               /* [items, n] */
+    int64_t first_row, items, n, w_stride;
+} embed_args;
+ENTRY(embed, embed, embed_args)
+
+/* Causal depthwise convolution over tokens, then silu; m = tail rows followed by x rows:
+ * y[t] = silu(sum of w[j] m[t + j]), j rising, by fmaf from +0.0.
+ *   conv1d_silu       grid (ceil(channels / 256), any: ceil(tokens / 32) is all), block 256; reads the tail only
+ *   conv1d_silu_tail  grid (ceil(channels / 256)), block 256, afterwards: tail = the last taps-1 rows of m */
+typedef struct {
+    const float *x; /* [tokens, channels] */
+    const float *w; /* [taps, channels] */
+    float *tail;    /* [taps-1, channels] */
+    float *y;       /* [tokens, channels] */
+    int64_t tokens, channels, taps;
+} conv1d_silu_args;
+ENTRY(conv1d_silu, conv1d_silu, conv1d_silu_args)
+ENTRY(conv1d_silu, conv1d_silu_tail, conv1d_silu_args)
+
+/* beta = sigmoid(b); g = -(min(exp(A_log), FLT_MAX) * softplus(a + dt_bias)). Any grid, block 256. */
+typedef struct {
+    const float *a, *b;           /* [tokens, heads] */
+    const float *A_log, *dt_bias; /* [heads] */
+    float *g, *beta;              /* [tokens, heads] */
+    int64_t tokens, heads;
+} gdn_gates_args;
+ENTRY(gdn_gates, gdn_gates, gdn_gates_args)
+
+/* cos and sin of (float)position * inv_freq. Any grid, block 256. */
+typedef struct {
+    const int32_t *positions; /* [3, tokens]: time, height, width */
+    const float *inv_freq;    /* [half] */
+    const int32_t *axis;      /* [half], each 0..2 */
+    float *cos, *sin;         /* [tokens, half] */
+    int64_t tokens, half;
+} rope_tables_args;
+ENTRY(rope, rope_tables, rope_tables_args)
+
+/* Turns pairs (j, j + half) of each head in place: x[j] = fma(x[j], cos, -(x[j+half] sin)), x[j+half] = fma(x[j+half],
+ * cos, x[j] sin). Any grid, block 256; tokens * heads * half < 2^31. */
+typedef struct {
+    float *x;               /* row token * heads + head at x + row * x_stride */
+    const float *cos, *sin; /* [tokens, half] */
+    int64_t tokens, heads, half, x_stride;
+} rope_args;
+ENTRY(rope, rope, rope_args)
+
+/* The gated delta rule token by token, for decoding and short runs. S, p, u, o as in csrc/kernels.h, gdn_recurrent.
+ * Grid (dv / 32, v_heads), block 256: a block has 32 columns of a head's state in registers, each warp 16 rows of it.
+ * p and o: in a warp row i goes to chain i % 4, in order from +0.0, (c0 + c2) + (c1 + c3); the 8 warps add as a tree of
+ * neighbours. dk and dv are multiples of 32 up to 128. o and state overlap no input. */
+typedef struct {
+    const float *q, *k;     /* [tokens, k_heads, dk], L2-normalised, q scaled */
+    const float *v;         /* head at v + token * v_stride + h * dv */
+    const float *g, *beta;  /* [tokens, v_heads] */
+    float *state;           /* [v_heads, dk, dv], in and out */
+    float *o;               /* [tokens, v_heads, dv] */
+    int64_t tokens, k_heads, v_heads, dk, dv, v_stride;
+} gdn_step_args;
+ENTRY(gdn_step, gdn_step, gdn_step_args)
+
+/* The gated delta rule in chunks of 64 tokens that sit at absolute positions: the cut of a prompt changes no bit of o,
+ * and output i of a chunk depends on its tokens up to i alone. What is carried from call to call is the state at the
+ * last chunk boundary and the `open` (at most 63) tokens since: their k, v, g, beta. A call works on rows 0 .. open +
+ * tokens - 1, counted from that boundary: the carried tokens, then the new ones; chunk c has rows 64 c .. 64 c + 63,
+ * the last one perhaps fewer.
+ *
+ * With c_i = g_0 + .. + g_i within a chunk (in double; g is held to -128, since exp gives 0 from -104 down) and
+ * D_ij = exp(c_i - c_j):
+ *   T = (I + strict_lower(beta_i k_i.k_j D_ij))^-1,  A = lower(q_i.k_j D_ij),
+ *   R = beta (v - exp(c_i) k S),  V = T R,  o = exp(c_i) q S + A V,
+ *   S = exp(c_63) S + sum_j (exp(c_63 - c_j) k_j) (x) V_j.
+ * Every sum is one chain of fmaf in rising order of its index, but for T: corners of 16 rows by forward substitution,
+ * joined to 32 and 64 as -C' (B A'). That of A V begins with exp(c_i) q S; that of S comes to exp(c_63) S at its end.
+ *
+ * Three kernels, in this order; the first two as often as `scratch` makes it necessary, each time over the next
+ * `chunks` of the ceil((open + tokens) / 64) there are, `first_chunk` on:
+ *   gdn_chunk_intra  grid (chunks, k_heads), block 256: T, A, exp(c_i), exp(c_63 - c_i) and beta into scratch
+ *   gdn_chunk_pass   grid (dv / 32, v_heads), block 128: o; state = that at the last boundary now reached;
+ *                    final_state, unless NULL, = that after the last of these rows
+ *   gdn_chunk_carry  grid ((open + tokens) % 64, if not 0), block 256: rows of the chunk that is open now into open_*
+ * dk and dv are multiples of 32 up to 128, v_heads of k_heads; v_stride a multiple of 4; q, k, v, open_k, open_v,
+ * scratch aligned to 16 bytes, o and the states to 8. Nothing overlaps. */
+enum { GDN_CHUNK_SCRATCH = 2 * 64 * 64 + 3 * 64 };
+
+typedef struct {
+    const float *q, *k;            /* [tokens, k_heads, dk], L2-normalised, q scaled */
+    const float *v;                /* head at v + token * v_stride + h * dv */
+    const float *g, *beta;         /* [tokens, v_heads] */
+    float *open_k, *open_v;        /* [63, k_heads, dk], [63, v_heads, dv] */
+    float *open_g, *open_beta;     /* [63, v_heads] */
+    float *state, *final_state;    /* [v_heads, dk, dv] */
+    float *o;                      /* [tokens, v_heads, dv] */
+    float *scratch;                /* [chunks, v_heads, GDN_CHUNK_SCRATCH] */
+    int64_t tokens, open, k_heads, v_heads, dk, dv, v_stride, first_chunk, chunks;
+} gdn_chunk_args;
+ENTRY(gdn_chunk_intra, gdn_chunk_intra, gdn_chunk_args)
+ENTRY(gdn_chunk, gdn_chunk_pass, gdn_chunk_args)
+ENTRY(gdn_chunk, gdn_chunk_carry, gdn_chunk_args)
 
 #endif
