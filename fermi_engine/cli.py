@@ -52,6 +52,11 @@ Numa = Annotated[str | None, typer.Option(metavar="interleave|local|off", show_d
 Load = Annotated[str, typer.Option(metavar="mmap|resident", help="Use the pack in place, or copy it into memory.")]
 HugePages = Annotated[bool, typer.Option("--huge-pages", help="Insist on 2 MiB pages, reading the pack anew where needed.")]
 Mlock = Annotated[bool, typer.Option("--mlock", help="Read all weights first and keep them from being paged out.")]
+Prefill = Annotated[str, typer.Option(metavar="cpu|gpu|auto", help="Who reads prompts; auto: the GPU where it is faster.")]
+Device = Annotated[str, typer.Option(metavar="cuda|emulated", help="The GPU; emulated runs its kernels on the CPU.")]
+Vram = Annotated[str | None, typer.Option(metavar="SIZE", show_default=False,
+                                          help="Most GPU memory, such as 6GiB; default: what is free.")]
+ExpertSlots = Annotated[int, typer.Option(metavar="N", help="Layers whose experts are on the GPU at a time.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout in place of tables.")]
 
 
@@ -220,6 +225,10 @@ def generate(
     load: Load = "mmap",
     huge_pages: HugePages = False,
     mlock: Mlock = False,
+    prefill: Prefill = "cpu",
+    device: Device = "cuda",
+    vram: Vram = None,
+    expert_slots: ExpertSlots = 2,
     timing: Annotated[bool, typer.Option("--timing", help="Print times and tokens per second to stderr.")] = False,
 ) -> None:
     """Generate text from a prompt, a chat or token ids.
@@ -240,7 +249,9 @@ def generate(
         "seed": seed, "stop": tuple(stop) if stop else None, "ignore_eos": ignore_eos or None,
     }
     options = EngineConfig(activations=activations, backend=backend, threads=threads, ctx_size=ctx_size, kv_format=kv_format,
-                           pin=pin, hyper_threads=hyper_threads, numa=numa, load=load, huge_pages=huge_pages, mlock=mlock)
+                           pin=pin, hyper_threads=hyper_threads, numa=numa, load=load, huge_pages=huge_pages, mlock=mlock,
+                           prefill=prefill, device=device, vram=cli_generate.parse_bytes("--vram", vram),
+                           expert_slots=expert_slots)
     cli_generate.run(cli_generate.Request(
         model, prompt, chat, ids, system, tools, think, show_reasoning, raw, timing, format, sampling, options, parsed))
 

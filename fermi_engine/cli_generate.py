@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,9 @@ from fermi_engine.sampling import SamplingParams
 from fermi_engine.timeline import Timeline
 from fermi_engine.tokenizer import json_object
 
+UNITS = {"": 1, "B": 1, **{f"{prefix}B": 1000**n for n, prefix in enumerate("kMGT", 1)},
+         **{f"{prefix}iB": 1024**n for n, prefix in enumerate("KMGT", 1)}}
+BYTES = re.compile(rf"(\d{{1,15}}(?:\.\d{{1,9}})?) ?({'|'.join(UNITS)})")
 ID_DIGITS = 18  # more than any vocabulary needs, and few enough for an int64
 
 
@@ -102,6 +106,17 @@ def parse_bias(items: Sequence[str]) -> dict[int, float] | None:
     return bias or None
 
 
+def parse_bytes(option: str, text: str | None) -> int | None:
+    """`6GiB`, `500MB` or a whole number of bytes; None without any. RequestError for anything else."""
+    if text is None:
+        return None
+    found = BYTES.fullmatch(text.strip())
+    count = int(float(found[1]) * UNITS[found[2]]) if found else 0
+    if not count:
+        raise RequestError(f"{option} {report.quoted(text)} is not a size; give for example 6GiB, 500MB or a number of bytes")
+    return count
+
+
 class Conversation:
     """Messages so far and the timeline they run on."""
 
@@ -148,15 +163,19 @@ class Conversation:
     def answer(self, ids: list[int], writer: _Writer, reasoning_open: bool = False, as_ids: bool = False) -> Finish:
         """Stream the continuation of `ids` to the writer."""
         self.timeline.begin()
-        clock = self.engine.kernels.clock
+        clock, gpu = self.engine.kernels.clock, self.engine.gpu
         if self.request.timing:
             clock.start()
+            if gpu is not None:
+                gpu.timing = True
         start = time.perf_counter()
         stream = self.engine.generate(ids, self.params, session=self.timeline, reasoning_open=reasoning_open)
         finish = writer.write(stream, as_ids)
         if self.request.timing:
             report.note(_timing(self.timeline, finish, time.perf_counter() - start))
             report.note(_shares(*clock.stop()))
+            if gpu is not None and gpu.prefill is not None and gpu.prefill.last is not None:
+                report.note(gpu.prefill.last.line())
         return finish
 
     def _encode(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:

@@ -360,6 +360,10 @@ class EngineConfig:
     load: 'mmap' uses the pack in place, 'resident' copies it into memory of the process.
     huge_pages: insist on 2 MiB pages, reading the file anew where needed. mlock: read everything first and keep it from
         being paged out.
+    prefill: 'cpu'; 'gpu' sends every prompt of more than one token through the device; 'auto' those for which it is measured
+        to be faster, and none once the device has failed. On the GPU activations are float32.
+    device: 'cuda', or 'emulated' for the GPU's kernels run by the CPU. vram: most bytes of its memory, None for what is free.
+    expert_slots: places on the device for one layer's experts each; results do not depend on it.
     """
 
     activations: str = "q8_0"
@@ -375,6 +379,10 @@ class EngineConfig:
     load: str = "mmap"
     huge_pages: bool = False
     mlock: bool = False
+    prefill: str = "cpu"
+    device: str = "cuda"
+    vram: int | None = None
+    expert_slots: int = 2
 
     def __post_init__(self) -> None:
         if self.numa not in (None, "interleave", "local", "off"):
@@ -383,9 +391,13 @@ class EngineConfig:
             raise ConfigError(f"load = {self.load!r}; choose 'mmap' or 'resident'")
         if self.activations not in ("q8_0", "f32"):
             raise ConfigError(f"activations = {self.activations!r}; choose 'q8_0' or 'f32'")
+        if self.prefill not in ("cpu", "gpu", "auto"):
+            raise ConfigError(f"prefill = {self.prefill!r}; choose 'cpu', 'gpu' or 'auto'")
+        if self.device not in ("cuda", "emulated"):
+            raise ConfigError(f"device = {self.device!r}; choose 'cuda' or 'emulated'")
         if self.kv_format not in ("f32", "f16", "q8_0"):
             raise ConfigError(f"kv_format = {self.kv_format!r}; choose 'f32', 'f16' or 'q8_0'")
-        for name in ("threads", "kv_block", "token_block", "ctx_size"):
+        for name in ("threads", "kv_block", "token_block", "ctx_size", "vram", "expert_slots"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} = {value!r} must be a whole number of at least 1")

@@ -56,6 +56,7 @@ def examine(root: Path = Path("/")) -> Findings:
     else:
         found.facts["cache"] = _cache()
     _examine_extras(found)
+    found.facts["GPU"] = UNKNOWN if found.problems else _gpu()
     return found
 
 
@@ -150,6 +151,20 @@ def _cache() -> str:
         free = f"{UNKNOWN} ({err.strerror})"
     writable = "" if os.access(exists, os.W_OK | os.X_OK) else ", not writable: set FERMI_CACHE to another directory"
     return f"{path}, {free} free{writable}"
+
+
+def _gpu() -> str:
+    """The card after its self-test, or why there is none."""
+    from fermi_engine.errors import DeviceError
+    from fermi_engine.kernels.gpu import open_device
+
+    try:
+        device = open_device("cuda")
+    except DeviceError as err:
+        return f"none ({err})"
+    text = f"{', '.join(device.facts().values())}, {size(device.free_bytes)} of {size(device.total_bytes)} free"
+    device.close()
+    return text
 
 
 def _examine_extras(found: Findings) -> None:

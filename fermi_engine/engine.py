@@ -19,6 +19,7 @@ from fermi_engine.kernels.threads import cpus_to_pin, default_threads
 
 if TYPE_CHECKING:
     from fermi_engine.generate import Stream
+    from fermi_engine.gpu_choice import GpuChoice
     from fermi_engine.pack import Pack
     from fermi_engine.sampling import SamplingParams
     from fermi_engine.session import Session
@@ -37,7 +38,16 @@ class Engine:
         self.kernels = kernels.get(options.backend, count)
         self.kernels.pin(cpus_to_pin(count, hyper_threads=options.hyper_threads) if options.pin else [])
         self.decoder = Decoder(pack, self.kernels, options.activations)
+        self.gpu = self._gpu_choice()
         self._parsing: Future[Tokenizer] | None = None
+
+    def _gpu_choice(self) -> GpuChoice | None:
+        """Decides about prefill on the GPU; None where the CPU does all of it."""
+        if self.options.prefill == "cpu":
+            return None
+        from fermi_engine.gpu_choice import GpuChoice
+
+        return GpuChoice(self.pack, self.decoder, self.options)
 
     @classmethod
     def load(

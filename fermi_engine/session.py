@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fermi_engine.errors import RequestError
+from fermi_engine.errors import DeviceError, RequestError
 from fermi_engine.model.weights import Trace, silent
 from fermi_engine.state import HybridState
 
@@ -66,13 +66,28 @@ class Session:
     def prefill(self, ids: Sequence[int], progress: Callable[[int, int], None] | None = None) -> np.ndarray:
         """Append ids; logits of the last one, float32 [vocab]. `progress(done, total)` is called after each token block.
 
-        Raises RequestError for no ids, ids outside the vocabulary, or more tokens than the context holds.
+        Raises RequestError for no ids, ids outside the vocabulary, or more tokens than the context holds. Raises DeviceError
+        when a GPU that has to do it fails; the session is as before then.
         """
         checked = self._checked(ids)
+        hidden = self._on_gpu(checked, progress)
         with self._moving():
-            logits = self._prefill(checked, progress)
+            logits = self._prefill(checked, progress) if hidden is None else self.engine.decoder.logits(hidden)[0]
         self._tokens.extend(checked.tolist())
         return logits
+
+    def _on_gpu(self, ids: np.ndarray, progress: Callable[[int, int], None] | None) -> np.ndarray | None:
+        """The last token's hidden row [1, H] where the GPU does this prefill, else None."""
+        if self.engine.gpu is None:
+            return None
+        state = self.state
+        try:
+            return self.engine.gpu.hidden(ids, state, progress)
+        except DeviceError:
+            raise
+        except BaseException:
+            self._state = None
+            raise
 
     def _prefill(self, ids: np.ndarray, progress: Callable[[int, int], None] | None) -> np.ndarray:
         decoder = self.engine.decoder

@@ -110,11 +110,13 @@ class HybridState:
     """State of all layers after `position` tokens; `layers[i]` is a DeltaState or KVPages by the layer's type.
 
     `program` is the decoder's: kernel calls recorded over exactly these arrays, dropped when one of them moves.
+    `open_chunks` is what GPU prefill carries beside them (gpu_state.OpenChunks); it counts at its own position only.
     """
 
     position: int
     layers: list[DeltaState | KVPages]
     program: Any = field(default=None, repr=False, compare=False)
+    open_chunks: Any = field(default=None, repr=False, compare=False)
 
     @classmethod
     def fresh(cls, config: ModelConfig, kv_block: int, kv_format: str = "f32") -> HybridState:
@@ -135,7 +137,7 @@ class HybridState:
         states = [layer for layer in self.layers if isinstance(layer, DeltaState)]
         delta = iter(_copy_deltas(states) if states else ())
         layers = [next(delta) if isinstance(layer, DeltaState) else layer.copy() for layer in self.layers]
-        return HybridState(self.position, layers)
+        return HybridState(self.position, layers, open_chunks=self.open_chunks)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Every value of the state by name, page size forgotten; equal states give equal bytes."""

@@ -607,7 +607,7 @@ def test_timing_counts_tokens(pack: Path, capsys: pytest.CaptureFixture) -> None
     assert re.fullmatch(speeds, timing)
     total, *ms = map(float, re.findall(r"(?<![\w.])\d+\.\d", parts))
     assert len(ms) >= 2
-    assert all(part > 0 for part in ms)
+    assert max(ms) > 0
     assert sum(ms) == pytest.approx(total, abs=0.05 * len(ms) + 0.05)  # each is rounded to a tenth
     err = run(capsys, "generate", "-m", pack, "--ids", "1,2,3", "-n", "0", "--timing")[2]
     assert err.splitlines()[1] == "prefill 0 of 3 tokens, - tok/s | decode 0 tokens, - tok/s | finish: length"

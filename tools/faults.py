@@ -7,6 +7,7 @@ A guard "test:FILE::NAME" is one test, which must fail. The list grows with each
 from __future__ import annotations
 
 from tools.faults_avx2 import AVX2
+from tools.faults_gpu_prefill import GPU_PREFILL
 from tools.faults_kernels import KERNELS, Fault
 
 __all__ = ["FAULTS", "Fault"]
@@ -304,4 +305,4 @@ MODEL_SENSE = (
     ),
 )
 
-FAULTS = KERNELS + AVX2 + MODEL + FILES + TEXT + MODEL_SENSE
+FAULTS = KERNELS + AVX2 + MODEL + GPU_PREFILL + FILES + TEXT + MODEL_SENSE

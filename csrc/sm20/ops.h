@@ -97,30 +97,32 @@ ENTRY(dequantize, dequantize_q4_0, dequantize_rows_args)
 ENTRY(dequantize, dequantize_q8_0, dequantize_rows_args)
 ENTRY(dequantize, dequantize_f16, dequantize_rows_args)
 
-/* The product of gemm_args, to the bit, for few rows of x and many of the matrix: the logits of the last rows. The matrix is read
- * once a row of x, at the memory's pace. Grid (ceil(n / 128), m), block 128. Alignments as for gemm_<format>. */
+/* The product of gemm_args, to the bit, for few rows of x and many of the matrix: the logits of the last rows. The
+ * matrix is read once a row of x, at the memory's pace. Grid (ceil(n / 128), m), block 128. Alignments as for gemm. */
 ENTRY(gemv_rows, gemv_rows_q4_0, gemm_args)
 ENTRY(gemv_rows, gemv_rows_q8_0, gemm_args)
 
-/* Keys and values of new tokens into the cache: row (token t, key head h) to position start + t of head h. Any grid, block 256;
- * tokens * kv_heads * head_dim < 2^31. */
+/* Keys and values of new tokens into the cache: row (token t, key head h) to position start + t of head h. Any grid,
+ * block 256; tokens * kv_heads * head_dim < 2^31. */
 typedef struct {
-    const float *k, *v;     /* [tokens, kv_heads, head_dim] */
+    const float *k, *v;       /* [tokens, kv_heads, head_dim] */
     float *k_cache, *v_cache; /* [kv_heads, capacity, head_dim] */
-    int64_t start, tokens;  /* start + tokens <= capacity */
+    int64_t start, tokens;    /* start + tokens <= capacity */
     int64_t kv_heads, head_dim, capacity;
 } kv_append_args;
 ENTRY(kv_append, kv_append, kv_append_args)
 
-/* Causal grouped-query attention over the cache. Token t sits at absolute position start + t and sees positions 0..start + t;
- * query head h reads key head h / (heads / kv_heads). Blocks of 128 absolute positions merge in index order (online softmax):
- *   s = (chain fmaf(q[d], k[d], s), d rising from +0.0) * scale;  m' = max(m, max s);  c = exp(m - m');  p = exp(s - m');
- *   l = fmaf(l, c, sum p), sum p = (r0 + r1) + (r2 + r3), r_i the sum of the block's positions 32 i .. 32 i + 31 in order from +0.0;
- *   o = fmaf(o, c, chain fmaf(p, v, acc)), positions rising from +0.0;
- * the first block has c = 0 and o = 0; in the end o = o * (1 / l). Only positions that a token sees are terms of its sums, and
- * nothing beyond the last position start + tokens - 1 is read. So a row's bits depend neither on the tokens that run with it
- * nor on where a prompt is cut. o holds the running sums and overlaps no input.
- * Grid (ceil(tokens * heads / kv_heads / 64), kv_heads), block 256. head_dim is a multiple of 32; rows are aligned to 16 bytes. */
+/* Causal grouped-query attention over the cache. Token t sits at absolute position start + t and sees positions
+ * 0..start + t; query head h reads key head h / (heads / kv_heads). Blocks of 128 absolute positions merge in index
+ * order (online softmax):
+ *   s = (chain fmaf(q[d], k[d], s), d rising from +0.0) * scale;  m' = max(m, max s);  c = exp(m - m');
+ *   p = exp(s - m');  l = fmaf(l, c, (r0 + r1) + (r2 + r3)), r_i the sum of p over the block's positions 32 i ..
+ *   32 i + 31 in order from +0.0;  o = fmaf(o, c, chain fmaf(p, v, acc)), positions rising from +0.0;
+ * the first block has c = 0 and o = 0; in the end o = o * (1 / l). Only positions that a token sees are terms of its
+ * sums, and nothing beyond the last one, start + tokens - 1, is read. So a row's bits depend neither on the tokens that
+ * run with it nor on where a prompt is cut. o holds the running sums and overlaps no input.
+ * Grid (ceil(tokens * heads / kv_heads / 64), kv_heads), block 256. head_dim is a multiple of 32, tensors are aligned
+ * to 16 bytes and each smaller than 4 GiB. */
 typedef struct {
     const float *q;                 /* [tokens, heads, head_dim] */
     const float *k_cache, *v_cache; /* [kv_heads, capacity, head_dim] */
@@ -131,10 +133,10 @@ typedef struct {
 } attention_args;
 ENTRY(attention, attention, attention_args)
 
-/* The k experts of highest logit (equal, and -0.0 equals +0.0: lower id first), in that order, and softmax over the chosen:
- * weight = exp(l - l_first) / (sum of those in order from +0.0). This is softmax over all, choice, renormalisation. NaN counts as
- * highest, and makes all weights of its token NaN: ids are distinct and in range whatever the logits. Any grid, block 256, a
- * thread block per token; k <= experts <= 1024, k <= 32. */
+/* The k experts of highest logit (equal, and -0.0 equals +0.0: lower id first), in that order, and softmax over the
+ * chosen: weight = exp(l - l_first) / (sum of those in order from +0.0). This is softmax over all, choice,
+ * renormalisation. NaN counts as highest, and makes all weights of its token NaN: ids are distinct and in range
+ * whatever the logits. Any grid, block 256, a thread block per token; k <= experts <= 1024, k <= 32. */
 typedef struct {
     const float *logits; /* [tokens, experts] */
     int32_t *ids;        /* [tokens, k] */
@@ -143,12 +145,12 @@ typedef struct {
 } router_topk_args;
 ENTRY(router_topk, router_topk, router_topk_args)
 
-/* The work list of a layer's experts: (token, slot) pairs ordered by expert, then token, then slot. Three launches, in this
- * order, each of block 512: count, grid chunks; scan, grid 1; place, grid chunks; chunks = ceil(tokens * k / 512) <= 65535.
- * experts <= 512; ids lie in 0..experts - 1. */
+/* The work list of a layer's experts: (token, slot) pairs ordered by expert, then token, then slot. Three launches, in
+ * this order, each of block 512: count, grid chunks; scan, grid 1; place, grid chunks; chunks = ceil(tokens * k / 512),
+ * at most 65535. experts <= 512; ids lie in 0..experts - 1. */
 typedef struct {
     const int32_t *ids; /* [tokens, k] */
-    int32_t *counts;    /* [chunks, experts] scratch: pairs of each expert in each chunk, then the row that the first one gets */
+    int32_t *counts;    /* [chunks, experts] scratch: pairs of an expert in a chunk, then the row of the first one */
     int32_t *hit;       /* [experts] ids of the experts that have rows, rising; -1 behind them */
     int32_t *first;     /* [experts + 1] first row of each hit; tokens * k behind them */
     int32_t *hits;      /* [1] */
@@ -160,8 +162,8 @@ ENTRY(expert_rows, expert_rows_count, expert_rows_args)
 ENTRY(expert_rows, expert_rows_scan, expert_rows_args)
 ENTRY(expert_rows, expert_rows_place, expert_rows_args)
 
-/* y[t] = chain fmaf(weights[t, s], expert_out[row_of[t, s]], acc) over slots in order from +0.0, then, where shared is given,
- * fmaf(sigmoid(shared_gate[t]), shared[t], acc). y overlaps no input. Any grid, block 256; tokens * n < 2^31. */
+/* y[t] = chain fmaf(weights[t, s], expert_out[row_of[t, s]], acc) over slots in order from +0.0, then, where shared is
+ * given, fmaf(sigmoid(shared_gate[t]), shared[t], acc). y overlaps no input. Any grid, block 256; tokens * n < 2^31. */
 typedef struct {
     const float *expert_out;  /* [*, n] */
     const int32_t *row_of;    /* [tokens, k] */

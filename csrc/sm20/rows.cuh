@@ -15,18 +15,22 @@ INLINE bool is_quad(const float *p, int64_t left)
 /* p[0..3]; zeros from p[left] on. */
 INLINE float4 load_quad(const float *p, int64_t left)
 {
+#ifndef FERMI_EMULATED /* a compiler of the host may load an aligned type before it has looked at the address */
     if (is_quad(p, left))
         return *(const float4 *)p;
+#endif
     return make_float4(left > 0 ? p[0] : 0.0f, left > 1 ? p[1] : 0.0f, left > 2 ? p[2] : 0.0f, left > 3 ? p[3] : 0.0f);
 }
 
 /* p[0..3] = v, short of p[left]. */
 INLINE void store_quad(float *p, float4 v, int64_t left)
 {
+#ifndef FERMI_EMULATED
     if (is_quad(p, left)) {
         *(float4 *)p = v;
         return;
     }
+#endif
     if (left > 0)
         p[0] = v.x;
     if (left > 1)

@@ -1,7 +1,7 @@
 """Times attention and expert routing on sm_20 through the op layer, beside our own float32 product.
 
     python tools/lab/sm20_attention_bench.py [--device cuda|emulated] [--tokens 947,2048,10240] [--block 2048]
-        [--runs 10] [--gemm 3840] [--no-check]
+        [--runs 10] [--gemm 3840] [--vocabulary 248320] [--no-check]
 
 Full geometry: 16 query heads, 2 key heads of 256; 256 experts, 8 chosen, rows of 2048. Attention runs a whole prompt at
 once, and then the same prompt in token blocks, each over all that stands before it; the bits must be those of the prompt
@@ -23,6 +23,7 @@ from statistics import median
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from fermi_engine.formats import FORMATS
 from fermi_engine.kernels.device_arrays import DeviceArray, DeviceMatrix
 from fermi_engine.kernels.gpu import Device, open_device
 from fermi_engine.kernels.gpu_kernels import GpuKernels
@@ -159,6 +160,22 @@ def routing(bench: Bench, tokens: int) -> None:
     prompt.free()
 
 
+def logits(bench: Bench, rows: int) -> None:
+    """Prints microseconds of the head on one row: by gemv_rows, and by the product for many."""
+    x, out = bench.floats(1, HIDDEN), bench.floats(1, rows)
+    for format in ("q4_0", "q8_0"):
+        groups, width = FORMATS[format].stored_shape(rows, HIDDEN)
+        stored = DeviceArray.within(bench.device.alloc(groups * width, "head"), (groups, width), np.uint8)
+        bench.device.memset(stored.buffer, 0, stored.nbytes, bench.stream)
+        w = DeviceMatrix(format, rows, HIDDEN, stored)
+        few = bench.seconds(lambda w=w: bench.ops.gemv_rows(x, w, out))
+        many = bench.seconds(lambda w=w: GpuKernels(bench.device, bench.stream).gemm(x, w, out))
+        print(f"logits {format} {rows} x {HIDDEN}: gemv_rows {few * 1e6:.1f} us, {stored.nbytes / few / 1e9:.0f} GB/s; "
+              f"gemm {many * 1e6:.1f} us", flush=True)
+        bench.free(stored)
+    bench.free(x, out)
+
+
 def main() -> int:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -167,6 +184,7 @@ def main() -> int:
     parser.add_argument("--block", type=int, default=2048)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--gemm", type=int, default=3840, help="size of the product to compare with; 0: none")
+    parser.add_argument("--vocabulary", type=int, default=248320)
     parser.add_argument("--no-check", action="store_true")
     chosen = parser.parse_args()
     bench = Bench(open_device(chosen.device), chosen.runs)
@@ -180,6 +198,7 @@ def main() -> int:
     print("rate against the one before: " + ", ".join(f"{b}/{a} {rates[b] / rates[a]:.2f}" for a, b in pairwise(lengths)))
     for tokens in lengths:
         routing(bench, tokens)
+    logits(bench, chosen.vocabulary)
     bench.device.close()
     return 0
 

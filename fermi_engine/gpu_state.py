@@ -1,0 +1,179 @@
+"""The state of a sequence on the device, and its way there and back.
+
+Chunks of the gated delta rule sit at absolute positions, so what a prefill leaves behind is more than the recurrent state: the
+state at the last chunk boundary, and k, v, g, beta of the tokens since (OpenChunks). A prefill that goes on from them gives the
+bits of one that was never cut. A state without them, because the CPU decoded in between, starts a chunk of its own at its
+position: the same mathematics with other roundings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from fermi_engine.config import ModelConfig
+from fermi_engine.kernels.cpu import CpuKernels
+from fermi_engine.kernels.device_arrays import DeviceArray
+from fermi_engine.kernels.gpu import Device, DeviceBuffer, Event, Stream
+from fermi_engine.kernels.gpu_kernels import CHUNK
+from fermi_engine.kernels.sm20_attention import DeviceCache
+from fermi_engine.model.gpu_layers import DeltaOnDevice
+from fermi_engine.model.gpu_weights import Layout
+from fermi_engine.state import HybridState, KVPages
+
+_ROWS = ("k", "v", "g", "beta")
+
+
+@dataclass(frozen=True)
+class OpenChunks:
+    """What GPU prefill carries beside a HybridState at `position`: `tokens` (1..63) since the last chunk boundary, and by layer
+    the float32 arrays `state` [HV, K, V] there, k [tokens, HK, K], v [tokens, HV, V], g and beta [tokens, HV]. Never changed,
+    so copies of a state may share it."""
+
+    position: int
+    tokens: int
+    layers: dict[int, dict[str, np.ndarray]]
+
+
+class DeviceState:
+    """Recurrent states, conv tails and open chunks in one buffer, keys and values of all positions before `end` in another."""
+
+    def __init__(self, c: ModelConfig, end: int, states: DeviceBuffer | None, kv: DeviceBuffer | None) -> None:
+        """states, kv: buffers of `nbytes`, None where a model has none of them."""
+        self.end, self._states = end, states
+        delta, cache = _layouts(c, end)
+        rows = {**({} if states is None else delta.within(states)), **({} if kv is None else cache.within(kv))}
+        self.layers: list[DeltaOnDevice | DeviceCache] = []
+        for layer, kind in enumerate(c.layer_types):
+            arrays = {name.partition(".")[2]: array for name, array in rows.items() if name.startswith(f"{layer}.")}
+            self.layers.append(DeviceCache(**arrays) if kind == "full_attention" else DeltaOnDevice.of(arrays))
+
+    @staticmethod
+    def nbytes(c: ModelConfig, end: int) -> tuple[int, int]:
+        """Bytes of the two buffers."""
+        delta, cache = _layouts(c, end)
+        return delta.end, cache.end
+
+    def upload(self, device: Device, stream: Stream, state: HybridState) -> None:
+        """Put `state` on the device. Keys and values kept as f16 or q8_0 come back as what those stand for."""
+        if state.position == 0:  # before the first token everything is zero
+            if self._states is not None:
+                device.memset(self._states, 0, self._states.nbytes, stream)
+            return
+        opened = current_chunks(state)
+        for layer, (mine, host) in enumerate(zip(self.layers, state.layers, strict=True)):
+            if isinstance(mine, DeviceCache):
+                for target, rows in zip((mine.k, mine.v), host.filled(state.position), strict=True):
+                    _upload_rows(device, stream, target, np.ascontiguousarray(rows.transpose(1, 0, 2)))
+                continue
+            mine.conv.upload(device, host.conv, stream)
+            source = {"state": host.recurrent} if opened is None else opened.layers[layer]
+            mine.carried.state.upload(device, np.ascontiguousarray(source["state"]), stream)
+            mine.carried.tokens = 0 if opened is None else opened.tokens
+            for name in _ROWS if opened is not None else ():
+                getattr(mine.carried, name).rows(0, opened.tokens).upload(device, source[name], stream)
+
+def current_chunks(state: HybridState) -> OpenChunks | None:
+    """The open chunks of `state`, unless tokens have passed since."""
+    chunks = state.open_chunks
+    return chunks if chunks is not None and chunks.position == state.position else None
+
+
+def _layouts(c: ModelConfig, end: int) -> tuple[Layout, Layout]:
+    kinds = list(enumerate(c.layer_types))
+    delta = {f"{i}.{name}": shape for i, kind in kinds if kind != "full_attention"
+             for name, shape in DeltaOnDevice.shapes(c).items()}
+    cache = {f"{i}.{name}": (c.num_key_value_heads, end, c.head_dim) for i, kind in kinds if kind == "full_attention"
+             for name in "kv"}
+    return Layout(delta), Layout(cache)
+
+
+def _head(array: DeviceArray, head: int, first: int, count: int) -> DeviceArray:
+    """Positions first.. of one head of [HK, capacity, D]."""
+    heads, capacity, dim = array.shape
+    return array.reshape(heads * capacity, dim).rows(head * capacity + first, count)
+
+
+def _upload_rows(device: Device, stream: Stream, target: DeviceArray, rows: np.ndarray) -> None:
+    """Host [HK, length, D] into the first positions of [HK, capacity, D]."""
+    for head in range(len(rows)):
+        _head(target, head, 0, rows.shape[1]).upload(device, rows[head], stream)
+
+
+class Fetch:
+    """What a prefill of positions start..end leaves behind, on its way to the host: layer by layer on a stream of its own into
+    `staging`, page-locked where the system lets us, while later layers compute. The host's state is touched at the very end."""
+
+    def __init__(self, device: Device, c: ModelConfig, on_device: DeviceState, state: HybridState, stream: Stream) -> None:
+        self._device, self._state, self._stream, self._source = device, state, stream, on_device
+        self._start, self._tokens = state.position, on_device.end - state.position
+        delta = [i for i, kind in enumerate(c.layer_types) if kind != "full_attention"]
+        shapes = DeltaOnDevice.shapes(c)
+        self._open = (current_chunks(state).tokens if current_chunks(state) else 0) + self._tokens
+        self._open %= CHUNK
+        rows = {"state": shapes["state"], **{name: (self._open, *shapes[name][1:]) for name in _ROWS}} if self._open else {}
+        kept = {f"{i}.{name}": shapes[name] for i in delta for name in ("conv", "final")}
+        kept |= {f"{i}.{name}": (c.num_key_value_heads, self._tokens, c.head_dim) for i in range(len(c.layer_types))
+                 if i not in delta for name in "kv"}
+        self._kept = Layout(kept)
+        self._chunks = Layout({f"{i}.{name}": shape for i in delta for name, shape in rows.items()})
+        self._events: list[Event] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of staging."""
+        return self._kept.end + self._chunks.end
+
+    def begin(self, staging: np.ndarray) -> None:
+        """staging: uint8 [>= nbytes], not to be used otherwise until `finish` has returned."""
+        self._host = self._kept.over(staging), self._chunks.over(staging[self._kept.end :])
+
+    def layer(self, layer: int, done: Event) -> None:
+        """Give the copies of a layer that has passed its last block when `done` is reached; layers in order."""
+        self._stream.wait(done)
+        mine, (kept, chunks) = self._source.layers[layer], self._host
+        if isinstance(mine, DeviceCache):
+            for name, array in (("k", mine.k), ("v", mine.v)):
+                for head, rows in enumerate(kept[f"{layer}.{name}"]):
+                    _head(array, head, self._start, self._tokens).download(self._device, rows, self._stream, f"keys {layer}")
+        else:
+            for name, array in (("conv", mine.conv), ("final", mine.final)):
+                array.download(self._device, kept[f"{layer}.{name}"], self._stream, f"state {layer}")
+            for name in ("state", *_ROWS) if self._open else ():
+                array = getattr(mine.carried, name)
+                rows = array if name == "state" else array.rows(0, self._open)
+                rows.download(self._device, chunks[f"{layer}.{name}"], self._stream, f"state {layer}")
+        self._events.append(self._device.event())
+        self._events[-1].record(self._stream)
+
+    def finish(self, kernels: CpuKernels) -> Callable[[], None]:
+        """Wait for the copies, layer by layer; the function returned puts all into the host's state and moves it on. Staging
+        must stay as it is until that has been called."""
+        kept, chunks = self._host
+        self._state.reserve(self._source.end)  # here, where the device is still at work
+        own = self._chunks.over(np.empty(self._chunks.end, np.uint8))  # in one piece: huge pages
+        fetched: list[tuple[np.ndarray, np.ndarray]] = []
+        for layer, event in enumerate(self._events):
+            event.synchronize()
+            names = ("k", "v") if f"{layer}.k" in kept else ("conv", "final")
+            parts = [kept[f"{layer}.{name}"] for name in names]
+            fetched.append(tuple(np.ascontiguousarray(part.transpose(1, 0, 2)) if names[0] == "k" else part for part in parts))
+            for name in [name for name in own if name.startswith(f"{layer}.")]:
+                own[name][...] = chunks[name]
+        return lambda: self._commit(kernels, fetched, own)
+
+    def _commit(self, kernels: CpuKernels, fetched: list[tuple[np.ndarray, np.ndarray]], own: dict[str, np.ndarray]) -> None:
+        state, start = self._state, np.array([self._start], np.int64)
+        for host, (first, second) in zip(state.layers, fetched, strict=True):
+            if isinstance(host, KVPages):
+                kernels.kv_append(host, start, first, second)
+            else:
+                host.conv[...], host.recurrent[...] = first, second
+        layers: dict[int, dict[str, np.ndarray]] = {}
+        for name, array in own.items():
+            layer, _, part = name.partition(".")
+            layers.setdefault(int(layer), {})[part] = array
+        state.position = self._source.end
+        state.open_chunks = OpenChunks(state.position, self._open, layers) if layers else None

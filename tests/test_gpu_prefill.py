@@ -1,0 +1,527 @@
+"""Prefill on the (emulated) GPU against the CPU's float32 path and the reference; the same bits however it is scheduled."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+
+from fermi_engine import Engine, EngineConfig, SamplingParams, cli, gpu_choice, gpu_stream
+from fermi_engine.cli_generate import parse_bytes
+from fermi_engine.convert import convert
+from fermi_engine.errors import DeviceError, DeviceMemoryError, RequestError
+from fermi_engine.gpu_prefill import HybridPrefill, busy, few_are_hit
+from fermi_engine.gpu_state import DeviceState
+from fermi_engine.kernels.emulated import EmulatedDevice
+from fermi_engine.kernels.schedule import EmulatedStream
+from fermi_engine.model.gpu_layers import Activations, BlockOnDevice, Kernels
+from fermi_engine.model.gpu_weights import DenseWeights, ExpertWeights
+from fermi_engine.state import HybridState
+from tests import hf
+from tools import dump_reference
+from tools.lab import timeline_svg
+from tools.make_checkpoint import make_checkpoint
+
+TINY = Path(__file__).resolve().parent.parent / "golden" / "tiny"
+LENGTH = 150  # two chunks of the delta rule and an open one, two blocks of attention
+SEEDS = range(200)
+NOISE_DRAWS = 4
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("gpu")
+    found = {"trained": convert(TINY, directory / "trained.pack", format="q4_0")}
+    for name, options in {"moe": {"layers": 4}, "dense": {"layers": 4, "family": "dense"},
+                          "f16": {"layers": 1}, "narrow": {"layers": 1, "key_dim": 16}}.items():
+        checkpoint = make_checkpoint(directory / name, seed=8, **{"key_dim": 32, **options})
+        found[name] = convert(checkpoint, directory / f"{name}.pack", format="f16" if name == "f16" else "q4_0")
+    found["moe-q8_0"] = convert(directory / "moe", directory / "q8.pack", format="q8_0")
+    return found
+
+
+@pytest.fixture(scope="module")
+def engines(packs) -> dict[str, Engine]:
+    """Engines whose CPU path runs with float32 activations."""
+    options = EngineConfig(activations="f32", threads=1)
+    return {name: Engine.load(path, config=options) for name, path in packs.items()}
+
+
+def ids_for(engine: Engine, length: int = LENGTH, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, engine.config.vocab_size, length).astype(np.int32)
+
+
+def fresh(engine: Engine, kv_format: str = "f32") -> HybridState:
+    return HybridState.fresh(engine.config, 64, kv_format)
+
+
+def hybrid(engine: Engine, device: Any = None, notes: list[str] | None = None, **options: Any) -> HybridPrefill:
+    said = [] if notes is None else notes
+    return HybridPrefill(device or EmulatedDevice(), engine.pack, engine.decoder, note=said.append, **options)
+
+
+def outcome(hidden: np.ndarray, state: HybridState) -> dict[str, bytes]:
+    """Everything a prefill leaves behind, as bytes by name."""
+    found = {name: array.tobytes() for name, array in state.arrays().items()}
+    if state.open_chunks is not None:
+        for layer, arrays in state.open_chunks.layers.items():
+            found |= {f"open.{layer}.{name}": array.tobytes() for name, array in arrays.items()}
+    return {**found, "hidden": hidden.tobytes()}
+
+
+def run(engine: Engine, ids: np.ndarray, device: Any = None, notes: list[str] | None = None, **options: Any) -> dict[str, bytes]:
+    state = fresh(engine)
+    return outcome(hybrid(engine, device, notes, **options).run(ids, state), state)
+
+
+@pytest.fixture(scope="module")
+def plain(engines) -> dict[str, dict[str, bytes]]:
+    """Outcomes of an undisturbed run in one pass, everything resident."""
+    return {name: run(engines[name], ids_for(engines[name])) for name in ("moe", "dense")}
+
+
+# against the reference and the CPU
+
+
+@pytest.mark.parametrize("name", ["moe", "moe-q8_0", "dense"])
+def test_every_layer_fed_the_references_input(packs, engines, name):
+    """Its output stays within the limit that the reference's own float32 noise sets (tools/dump_reference.py)."""
+    engine, ids = engines[name], ids_for(engines[name], 100)
+    c = engine.config
+    with hf.threads(1), torch.no_grad():
+        dump = dump_reference.dump(engine.pack, ids.tolist(), "f32")
+    device = EmulatedDevice()
+    kernels = Kernels(device, device.stream("compute"))
+    plan = Activations(c, len(ids))
+    for layer in range(c.num_hidden_layers):
+        arrays = plan.within(device.alloc(plan.nbytes, "activations"))
+        block = BlockOnDevice(c, kernels, arrays, len(ids), 0)
+        positions = np.ascontiguousarray(np.broadcast_to(np.arange(len(ids), dtype=np.int32), (3, len(ids))))
+        for part, host in (("x", dump[f"tensor.layers.{layer}.input"]), ("positions", positions),
+                           ("inv_freq", engine.decoder.rotary.inv_freq), ("axis", engine.decoder.rotary.axis)):
+            arrays[part].upload(device, host, kernels.rows.stream)
+        one_layer(engine, device, block, layer)
+        got = np.empty((len(ids), c.hidden_size), np.float32)
+        block["x"].download(device, got, kernels.rows.stream)
+        truth, limit = dump[f"tensor.layers.{layer}.output"], float(dump[f"limit.layers.{layer}.output"][0])
+        decided = np.ones(len(ids), bool)
+        if c.num_experts:
+            decided = dump[f"margin.{layer}"] > 2 * dump[f"limit.layers.{layer}.router_logits"]
+            assert np.count_nonzero(~decided) <= 0.05 * len(ids)
+        error = np.abs(got.astype(np.float64) - truth)[decided].max()
+        assert error <= limit, f"layer {layer}: {error} over {limit}"
+
+
+def one_layer(engine: Engine, device: EmulatedDevice, block: BlockOnDevice, layer: int) -> None:
+    """A layer from an empty state, its weights copied here."""
+    c, stream = engine.config, block._k.stream
+    state = DeviceState(c, block.tokens, *(device.alloc(nbytes, "state") for nbytes in DeviceState.nbytes(c, block.tokens)))
+    state.upload(device, stream, fresh(engine))
+    weights = DenseWeights(engine.pack, layer)
+    memory = device.alloc(weights.nbytes, "dense")
+    for offset, piece in weights.pieces():
+        device.h2d(memory, piece, stream, offset)
+    w = weights.within(memory)
+    block.tables()
+    block.mixer(w, state.layers[layer])
+    block.route(w)
+    block.shared(w)
+    if c.num_experts:
+        experts = ExpertWeights(engine.pack, layer)
+        memory = device.alloc(experts.nbytes, "experts")
+        device.h2d(memory, experts.host, stream)
+        block.routed(*experts.within(memory))
+    block.finish()
+
+
+def cpu_run(engine: Engine, ids: np.ndarray, seed: int | None = None) -> dict[str, np.ndarray]:
+    """Last hidden row and state of the CPU path; with a seed each layer's input is moved by one unit in the last place."""
+    state, layers = fresh(engine), engine.decoder.layers
+    generator = np.random.default_rng(seed)
+
+    def moved(forward: Any) -> Any:
+        def call(k: Any, x: np.ndarray, *rest: Any) -> np.ndarray:
+            step = generator.integers(-1, 2, x.shape)
+            towards = np.where(step == 0, x, np.where(step > 0, np.float32(np.inf), np.float32(-np.inf)))
+            return forward(k, np.nextafter(x, towards), *rest)
+        return call
+
+    if seed is not None:
+        for layer in layers:
+            layer.forward = moved(layer.forward)
+    try:
+        hidden = engine.decoder.hidden(ids, state)
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
+    return {**state.arrays(), "hidden": hidden[-1:]}
+
+
+@pytest.mark.parametrize("name", ["moe", "moe-q8_0", "dense", "trained"])
+def test_a_whole_prefill_is_the_cpus_within_its_noise(engines, name):
+    """Both are float32 with other orders of sums. Twice the largest of the CPU's own answers to one unit in the last place in
+    every layer's input, for the GPU errs as such a draw and so does the CPU it is compared with; and a unit in the last place
+    of the largest element, which a single rounding can cost."""
+    engine = engines[name]
+    ids = ids_for(engine, LENGTH)
+    state = fresh(engine)
+    got = {"hidden": hybrid(engine).run(ids, state), **state.arrays()}
+    want = cpu_run(engine, ids)
+    draws = [cpu_run(engine, ids, seed) for seed in range(NOISE_DRAWS)]
+    for part, right in want.items():
+        noise = max(np.abs(draw[part] - right).max() for draw in draws)
+        limit = 2 * noise + np.spacing(np.abs(right).max(), dtype=np.float32) if right.dtype == np.float32 else 0
+        assert np.abs(got[part] - right).max() <= limit, part
+
+
+def test_greedy_tokens_are_those_of_the_cpu(engines, packs):
+    """GPU prefill, then CPU decode; only positions whose two best logits lie further apart than twice the paths' distance."""
+    options = EngineConfig(activations="f32", threads=1, prefill="gpu", device="emulated")
+    mixed, cpu = Engine.load(packs["trained"], config=options), engines["trained"]
+    compared = 0
+    for seed in range(4):
+        ids = ids_for(cpu, 40 + 30 * seed, seed).tolist()
+        ours, right = mixed.session(), cpu.session()
+        a, b = ours.prefill(ids), right.prefill(ids)
+        for _ in range(16):
+            first, second = np.sort(b)[::-1][:2]
+            if first - second > 2 * np.abs(a - b).max():
+                compared += 1
+                assert a.argmax() == b.argmax()
+            token = int(b.argmax())
+            a, b = ours.decode(token), right.decode(token)
+    assert compared >= 0.95 * 4 * 16
+    assert mixed.gpu.prefill.last is not None
+
+
+# the same bits
+
+
+@pytest.mark.parametrize(("name", "slots", "token_block", "room"), [
+    *itertools.product(["moe"], [1, 2, 3], [None, 64, 256], ["resident", "streamed"]),
+    ("dense", 2, 256, "streamed"), ("dense", 1, 64, "resident"), ("dense", 3, 64, "streamed"),
+])
+def test_slots_blocks_and_residence_change_no_bit(engines, plain, name, slots, token_block, room):
+    engine, ids = engines[name], ids_for(engines[name])
+    options = {"slots": slots, "token_block": token_block}
+    vram = None
+    if room == "streamed":  # a byte too little for everything, at this cut: some layers have to go
+        vram = hybrid(engine, **options).plan(0, len(ids)).total - 1
+    device = EmulatedDevice()
+    prefill = hybrid(engine, device, vram=vram, **options)
+    state = fresh(engine)
+    assert outcome(prefill.run(ids, state), state) == plain[name]
+    plan = prefill.last.plan
+    assert (plan.resident < 4) == (room == "streamed")
+    assert plan.slots == slots
+    assert len(plan.blocks) == (3 if token_block == 64 else 1)
+    assert prefill.last.copied_bytes == expected_copies(prefill)
+
+
+def expected_copies(prefill: HybridPrefill) -> int:
+    """Resident layers once, the others and all experts once a block."""
+    plan = prefill.last.plan
+    dense = [sum(piece.nbytes for _, piece in w.pieces()) for w in prefill.dense]
+    streamed = sum(dense[plan.resident :]) + sum(w.nbytes for w in prefill.experts)
+    return sum(dense[: plan.resident]) + len(plan.blocks) * streamed
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3, 5, 7, None])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_refused_page_locks_change_no_bit_and_warn_once(engines, plain, monkeypatch, failing, streamed):
+    """One refusal ends page-locking; what follows goes through the ring, or straight where that was refused, too."""
+    monkeypatch.setattr(gpu_stream, "RING_BYTES", 10_000)
+    engine, ids = engines["moe"], ids_for(engines["moe"])
+    vram = hybrid(engine).plan(0, len(ids)).total - 1 if streamed else None
+    device, notes = EmulatedDevice(seed=failing), []
+    for nth in (failing,) if failing else range(1, 20):
+        device.faults.fail("pinned", nth)
+    assert run(engine, ids, device, notes, vram=vram) == plain["moe"]
+    assert len(notes) == 1
+    assert notes[0].startswith("warning: page-locking")
+    assert "--load resident" in notes[0]
+
+
+def test_few_tokens_copy_only_the_experts_they_hit(engines):
+    engine = engines["trained"]
+    c = engine.config
+    ids = ids_for(engine, 2)
+    assert few_are_hit(c.num_experts, c.num_experts_per_tok, 2)
+    assert not few_are_hit(c.num_experts, c.num_experts_per_tok, 3)
+    assert [few_are_hit(128, 8, tokens) for tokens in (10, 11)] == [True, False]
+    prefill = hybrid(engine)
+    state = fresh(engine)
+    few = outcome(prefill.run(ids, state), state)
+    copied = prefill.last.copied_bytes - sum(piece.nbytes for w in prefill.dense for _, piece in w.pieces())
+    assert c.num_hidden_layers * c.num_experts_per_tok <= copied / prefill.experts[0].expert_bytes \
+        <= c.num_hidden_layers * c.num_experts_per_tok * 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fermi_engine.gpu_prefill.few_are_hit", lambda *_: False)
+        assert run(engine, ids) == few
+
+
+@pytest.mark.parametrize("cuts", [(1,), (63, 64), (5, 70, 71), (64, 128), (149,)])
+def test_a_prompt_in_pieces_gives_the_bits_of_one(engines, plain, cuts):
+    engine, ids = engines["moe"], ids_for(engines["moe"])
+    prefill, state = hybrid(engine), fresh(engine)
+    for begin, end in itertools.pairwise((0, *cuts, len(ids))):
+        state = state.copy()  # as a snapshot does
+        hidden = prefill.run(ids[begin:end], state)
+    assert outcome(hidden, state) == plain["moe"]
+
+
+@pytest.mark.parametrize("kv_format", ["f32", "f16", "q8_0"])
+def test_prefill_goes_on_after_cpu_decode(engines, kv_format):
+    """The CPU's token makes the open chunk stale. Limit as for a whole prefill, on the CPU's run over the same tokens; keys and
+    values are stored in the same format by both, so they may differ by a step of it."""
+    engine, ids = engines["moe"], ids_for(engines["moe"], 90)
+    state, want = fresh(engine, kv_format), fresh(engine, kv_format)
+    prefill = hybrid(engine)
+    prefill.run(ids[:50], state)
+    assert state.open_chunks.tokens == 50
+    engine.decoder.hidden(ids[50:51], state)
+    assert state.open_chunks.position != state.position
+    got = prefill.run(ids[51:], state)
+    assert (state.position, state.open_chunks.tokens) == (90, 39)
+    right = engine.decoder.hidden(ids, want)[-1:]
+    step = {"f32": 2.0**-22, "f16": 2.0**-11, "q8_0": 2.0**-7}[kv_format]
+    assert np.abs(got - right).max() <= 4 * step * np.abs(right).max()
+    for name, array in want.arrays().items():
+        assert np.abs(state.arrays()[name] - array).max() <= 8 * step * np.abs(array).max(), name
+
+
+# streams
+
+
+class Deaf(EmulatedDevice):
+    """A device on which the nth wait of every stream called `stream` is lost."""
+
+    def __init__(self, seed: int | None, stream: str, nth: int | None) -> None:
+        super().__init__(seed=seed)
+        self._which, self._nth = stream, nth
+
+    def stream(self, name: str) -> EmulatedStream:
+        made = super().stream(name)
+        if name == self._which:
+            count, wait = itertools.count(), made.wait
+            made.wait = lambda event: None if next(count) == self._nth else wait(event)
+        return made
+
+
+@pytest.fixture(scope="module")
+def small(engines) -> tuple[Engine, np.ndarray, dict[str, bytes]]:
+    """A case for many runs: few tokens, all experts copied ahead."""
+    engine = engines["moe"]
+    ids = ids_for(engine, 6)
+    assert not few_are_hit(engine.config.num_experts, engine.config.num_experts_per_tok, len(ids))
+    return engine, ids, run(engine, ids)
+
+
+def wrong(small: tuple[Engine, np.ndarray, dict[str, bytes]], seeds: Any, make: Any, **options: Any) -> int:
+    engine, ids, right = small
+    return sum(run(engine, ids, make(seed), **options) != right for seed in seeds)
+
+
+def test_every_schedule_gives_the_same_bits(small, monkeypatch):
+    monkeypatch.setattr(gpu_stream, "RING_BYTES", 10_000)
+    vram = hybrid(small[0]).plan(0, 6).total - 1
+    assert wrong(small, SEEDS, lambda seed: EmulatedDevice(seed=seed), vram=vram) == 0
+
+
+# On stream `compute` wait 0 is for the first layer's experts, on `copies` waits 0 and 1 find fresh slots and wait 2 the first
+# slot in use, on `results` wait 1 is for the second layer.
+@pytest.mark.parametrize(("stream", "nth"), [("compute", 0), ("compute", 2), ("copies", 2), ("results", 1)])
+def test_a_missing_wait_is_caught(small, stream, nth):
+    seeds = range(12)
+    assert wrong(small, seeds, lambda seed: Deaf(seed, stream, None)) == 0
+    assert wrong(small, seeds, lambda seed: Deaf(seed, stream, nth)) >= 2
+
+
+def test_copies_overlap_the_layer_before(engines):
+    device = EmulatedDevice()
+    prefill = hybrid(engines["moe"], device, timing=True)
+    prefill.run(ids_for(engines["moe"]), fresh(engines["moe"]))
+    spans = prefill.last.spans
+    kernels = busy(spans, "compute")
+    for layer in (1, 2):
+        copy = next(span for span in spans if span.label == f"experts {layer}")
+        assert any(begin < copy.end_s and copy.begin_s < end for begin, end in kernels)
+    assert "of it at once" in prefill.last.line()
+    picture = ElementTree.fromstring(timeline_svg.draw(timeline_svg.rows_of(spans), prefill.last.line()))
+    drawn = [box.get("fill") for box in picture.iter("{http://www.w3.org/2000/svg}rect")]
+    assert {colour for _, colour, _ in timeline_svg.KINDS} <= set(drawn)
+    prefill.timing = False
+    prefill.run(ids_for(engines["moe"]), fresh(engines["moe"]))
+    assert prefill.last.spans == ()
+    assert "at once" not in prefill.last.line()
+
+
+# memory and failures
+
+
+class Metered(EmulatedDevice):
+    """Keeps the most bytes it ever had handed out."""
+
+    most = 0
+
+    def alloc(self, nbytes: int, name: str = "buffer") -> Any:
+        buffer = super().alloc(nbytes, name)
+        self.most = max(self.most, self.total_bytes - self.free_bytes)
+        return buffer
+
+
+def test_the_peak_is_what_the_device_handed_out_and_the_plan_said(engines):
+    engine = engines["moe"]
+    least = hybrid(engine, token_block=64).plan(0, 300)
+    floor = least.total - sum(nbytes for name, nbytes in least.sizes.items() if ", layer" in name)
+    for vram in range(floor + 200_000, least.total + 100_000, 70_000):
+        device = Metered()
+        prefill = hybrid(engine, device, vram=vram)
+        for tokens in (20, 300, 100):
+            prefill.run(ids_for(engine, tokens), fresh(engine))
+            assert prefill.ledger.used == device.total_bytes - device.free_bytes
+            assert set(prefill.ledger.held()) == {name for name in prefill.last.plan.sizes if ", layer" in name}
+        assert prefill.ledger.peak == device.most <= vram
+        prefill.close()
+        assert device.free_bytes == device.total_bytes
+
+
+def test_what_does_not_fit_is_refused_before_any_work(engines):
+    device = EmulatedDevice()
+    prefill = hybrid(engines["moe"], device, vram=100_000)
+    with pytest.raises(DeviceMemoryError, match=r"takes at least \d+ bytes .* 100000 are allowed: raise --vram"):
+        prefill.run(ids_for(engines["moe"]), fresh(engines["moe"]))
+    assert device.faults.calls["alloc"] == device.faults.calls["copy"] == 0
+
+
+@pytest.mark.parametrize(("kind", "nth"), [("alloc", 1), ("alloc", 6), ("copy", 1), ("copy", 60), ("launch", 1), ("launch", 70)])
+def test_a_failure_is_one_line_and_leaves_the_session_usable(engines, packs, kind, nth):
+    cpu = engines["moe"]
+    options = EngineConfig(activations="f32", threads=1, prefill="gpu", device="emulated")
+    engine = Engine.load(packs["moe"], config=options)
+    ids = ids_for(engine).tolist()
+    session = engine.session()
+    session.decode(ids[0])
+    device = EmulatedDevice()
+    device.faults.fail(kind, nth)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_choice, "open_device", lambda kind: device)
+        with pytest.raises(DeviceError, match="injected") as caught:
+            session.prefill(ids[1:])
+    assert "\n" not in str(caught.value)
+    assert session.tokens == tuple(ids[:1])
+    assert engine.gpu.prefill.ledger.used == device.total_bytes - device.free_bytes
+    engine.gpu, gpu = None, engine.gpu
+    one = cpu.session()
+    one.decode(ids[0])
+    assert np.array_equal(session.prefill(ids[1:]), one.prefill(ids[1:]))
+    engine.gpu = gpu  # and the device, which has got over it, gives its usual bits
+    again, right = engine.session(), Engine.load(packs["moe"], config=options).session()
+    assert np.array_equal(again.prefill(ids), right.prefill(ids))
+
+
+def test_a_device_that_breaks_stays_broken_in_one_line(engines):
+    engine, device = engines["moe"], EmulatedDevice()
+    prefill, state = hybrid(engine, device), fresh(engine)
+    device.close()
+    for _ in range(2):
+        with pytest.raises(DeviceError, match="the device is closed"):
+            prefill.run(ids_for(engine), state)
+    assert state.position == 0
+
+
+def test_an_interrupt_frees_the_device(engines):
+    engine, device = engines["moe"], EmulatedDevice(seed=3)
+    prefill, state = hybrid(engine, device), fresh(engine)
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prefill.run(ids_for(engine), state, stop)
+    assert set(prefill.ledger.held()) == {f"dense weights, layer {i}" for i in range(4)}
+    assert state.position == 0
+    state = fresh(engine)
+    assert outcome(prefill.run(ids_for(engine), state), state) == run(engine, ids_for(engine))
+
+
+def test_progress_counts_up_to_all_tokens(engines):
+    seen: list[tuple[int, int]] = []
+    hybrid(engines["moe"], token_block=64).run(ids_for(engines["moe"]), fresh(engines["moe"]), lambda *now: seen.append(now))
+    assert seen[-1] == (LENGTH, LENGTH)
+    assert len(seen) > 4
+    assert seen == sorted(seen)
+
+
+def test_the_command_line(packs, capsys):
+    argv = ["generate", "-m", str(packs["trained"]), "--ids", ",".join(map(str, range(40, 90))), "-n", "3", "--ignore-eos",
+            "-t", "1", "--prefill", "gpu", "--device", "emulated", "--timing", "--vram"]
+    assert cli.run([*argv, "1.5GiB"]) == 0
+    said = capsys.readouterr()
+    assert "GPU prefill of 50 tokens in 1 block, 8 layers resident" in said.err
+    assert "of 1.61 GB | copies" in said.err
+    assert cli.run([*argv, "70kB"]) == cli.MISTAKE
+    assert "70000 are allowed: raise --vram" in capsys.readouterr().err
+    assert cli.run([*argv, "much"]) == cli.MISTAKE
+    assert "--vram 'much' is not a size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "count"), [("6GiB", 6 << 30), ("500MB", 500_000_000), ("1.5 KiB", 1536), ("7", 7),
+                                             (None, None)])
+def test_sizes(text, count):
+    assert parse_bytes("--vram", text) == count
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "6 gigabytes", "GiB", "1e9", "nan"])
+def test_what_is_no_size(text):
+    with pytest.raises(RequestError, match=r"--vram .* is not a size"):
+        parse_bytes("--vram", text)
+
+
+@pytest.mark.parametrize(("name", "text"), [("f16", "matrices are stored as f16"), ("narrow", "delta rule heads of 16")])
+def test_a_model_the_kernels_cannot_run_is_refused(engines, name, text):
+    with pytest.raises(DeviceError, match=f"the GPU cannot run this model: {text}.*--prefill cpu"):
+        hybrid(engines[name])
+
+
+# the choice
+
+
+def test_auto_measures_once_and_gives_a_failing_device_up(engines, monkeypatch):
+    engine, notes = engines["moe"], []
+    options = dataclasses.replace(engine.options, prefill="auto", device="emulated")
+    choice = gpu_choice.GpuChoice(engine.pack, engine.decoder, options, notes.append)
+    assert choice.hidden(ids_for(engine, gpu_choice.SAMPLE_TOKENS - 1), fresh(engine)) is None
+    assert choice.prefill is None
+    monkeypatch.setattr(HybridPrefill, "copying_s", lambda self: 1e9)
+    assert choice.hidden(ids_for(engine), fresh(engine)) is None
+    assert choice.threshold > LENGTH
+    choice.threshold = LENGTH
+    assert choice.hidden(ids_for(engine), fresh(engine)) is not None
+    choice.prefill.device.faults.fail("launch")
+    for _ in range(2):
+        assert choice.hidden(ids_for(engine), fresh(engine)) is None
+    assert len(notes) == 1
+    assert "injected" in notes[0]
+    assert "the CPU does all prefill" in notes[0]
+
+
+def test_the_trial_copy_is_a_real_one(engines):
+    for name in ("moe", "dense"):
+        prefill = hybrid(engines[name])
+        assert prefill.copying_s() > 0
+        assert prefill.ledger.used == 0
+        assert prefill.host.copied_bytes > 0
+
+
+def test_sampling_runs_on_what_the_gpu_left(packs):
+    engine = Engine.load(packs["trained"], config=EngineConfig(threads=1, prefill="gpu", device="emulated"))
+    stream = engine.generate(list(range(5, 60)), SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    assert len(list(stream)) >= 4
+    assert engine.gpu.prefill.last.plan.blocks == ((0, 55),)

@@ -1,0 +1,230 @@
+"""Full-geometry GPU prefill through a small memory budget on a modern NVIDIA card, held against what copies and arithmetic cost.
+
+    python tools/lab/hybrid_h200.py [--pack FILE] [--geometry NAME] [--tokens 947] [--vram 6442450944] [--spans OUT.json]
+                                    [--device cuda|emulated] [--slots 2] [--skip-check]
+
+Makes the synthetic pack where it is absent, prefills three times, and prints the ledger's peak, seconds, pinned bandwidth, bytes
+copied, floating-point operations and the bound: 1.25 times the larger of the copies at the measured pinned bandwidth and of
+the arithmetic at half the measured cuBLAS float32 rate. Then layers 2 and 3 of the model (one of each kind) run alone on the GPU
+and on the CPU with float32 activations; their distance is printed beside the CPU's own answer to one unit in the last place.
+Exit status 1: the limit was passed, the bound missed, or the two paths too far apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+with suppress(ImportError):
+    import torch  # noqa: F401 - brings cuBLAS to machines without an installed CUDA
+
+if not __package__:  # run as a script, which puts this folder on the path instead of the repository
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from fermi_engine import report
+from fermi_engine.config import EngineConfig, ModelConfig
+from fermi_engine.engine import Engine
+from fermi_engine.errors import DeviceError
+from fermi_engine.formats import Experts, Matrix
+from fermi_engine.gpu_prefill import HybridPrefill
+from fermi_engine.kernels.gpu import Device, open_device
+from fermi_engine.model.decoder import Decoder
+from fermi_engine.pack import Pack
+from fermi_engine.state import HybridState
+from tools.bench.make_pack import make_pack
+from tools.lab.timeline_svg import rows_of
+
+SGEMM_SIZE, PINNED_BYTES, REPEATS, RUNS = 3840, 256 << 20, 5, 3
+CHUNK, CUT, ALLOWED, SHARE = 64, (2, 3), 1.25, 0.5
+NOISE_FACTOR = 4.0  # twice the noise for the GPU's roundings and as much for the CPU's, of which there is one draw only
+
+
+class Cut:
+    """Some layers of a pack as a model of its own (the Weights protocol)."""
+
+    def __init__(self, pack: Pack, layers: tuple[int, ...]) -> None:
+        self._pack, self._layers = pack, layers
+        kinds = tuple(pack.config.layer_types[layer] for layer in layers)
+        self.config = dataclasses.replace(pack.config, num_hidden_layers=len(layers), layer_types=kinds)
+
+    def _name(self, name: str) -> str:
+        if not name.startswith("layers."):
+            return name
+        layer, _, rest = name.removeprefix("layers.").partition(".")
+        return f"layers.{self._layers[int(layer)]}.{rest}"
+
+    def vector(self, name: str) -> np.ndarray:
+        return self._pack.vector(self._name(name))
+
+    def matrix(self, name: str) -> Matrix:
+        return self._pack.matrix(self._name(name))
+
+    def experts(self, layer: int) -> tuple[Experts, Experts]:
+        return self._pack.experts(self._layers[layer])
+
+
+def flop(c: ModelConfig, tokens: int) -> float:
+    """Floating-point operations of products, attention and the chunked delta rule over `tokens`, and of the head on one row."""
+    hidden, total = c.hidden_size, 2.0 * c.hidden_size * c.vocab_size
+    for kind in c.layer_types:
+        if kind == "full_attention":
+            heads = c.num_attention_heads * c.head_dim
+            total += 2.0 * tokens * hidden * (3 * heads + 2 * c.num_key_value_heads * c.head_dim)
+            total += 2.0 * heads * tokens * (tokens + 1)
+        else:
+            total += 2.0 * tokens * hidden * (c.conv_dim + 2 * c.linear_value_dim + 2 * c.linear_num_value_heads)
+            dk, dv = c.linear_key_head_dim, c.linear_value_head_dim
+            total += 2.0 * tokens * c.linear_num_value_heads * (3 * dk * dv + CHUNK * (dk + dv))
+        if c.num_experts:
+            width = c.num_experts_per_tok * c.moe_intermediate_size + c.shared_expert_intermediate_size
+            total += 2.0 * tokens * hidden * (3 * width + c.num_experts + 1)
+        else:
+            total += 6.0 * tokens * hidden * c.intermediate_size
+    return total
+
+
+def pinned_rate(device: Device, nbytes: int) -> float:
+    """Bytes per second from page-locked memory to the device."""
+    host, buffer, stream = device.pinned(nbytes), device.alloc(nbytes, "bandwidth"), device.stream("bandwidth")
+    host[:] = 1
+    begin, end = device.event(), device.event()
+    device.h2d(buffer, host, stream)
+    begin.record(stream)
+    for _ in range(REPEATS):
+        device.h2d(buffer, host, stream)
+    end.record(stream)
+    stream.synchronize()
+    seconds = end.seconds_since(begin)
+    device.free(buffer)
+    device.unpin(host)
+    return REPEATS * nbytes / seconds
+
+
+def sgemm_rate(device: Device, size: int) -> float:
+    """The vendor's float32 products, floating-point operations per second."""
+    buffers, stream = [device.alloc(4 * size * size, name) for name in "abc"], device.stream("sgemm")
+    for buffer in buffers:
+        device.memset(buffer, 0x3C, buffer.nbytes, stream)
+    begin, end = device.event(), device.event()
+    for run in range(REPEATS + 2):
+        if run == 2:
+            begin.record(stream)
+        device.sgemm(size, size, size, *buffers, stream)
+    end.record(stream)
+    stream.synchronize()
+    seconds = end.seconds_since(begin)
+    for buffer in buffers:
+        device.free(buffer)
+    return REPEATS * 2.0 * size**3 / seconds
+
+
+def token_ids(config: ModelConfig, tokens: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, config.vocab_size, tokens).astype(np.int32)
+
+
+def measure(engine: Engine, device: Device, args: argparse.Namespace) -> bool:
+    """The whole model; whether limit and bound held."""
+    small = args.device == "emulated"
+    bandwidth = pinned_rate(device, PINNED_BYTES >> 8 if small else PINNED_BYTES)
+    rate = sgemm_rate(device, 128 if small else SGEMM_SIZE)
+    prefill = HybridPrefill(device, engine.pack, engine.decoder, args.vram, args.slots)
+    ids, seconds = token_ids(engine.config, args.tokens), []
+    for run in range(RUNS):
+        state = HybridState.fresh(engine.config, engine.options.kv_block)
+        start = time.perf_counter()
+        prefill.run(ids, state)
+        seconds.append(time.perf_counter() - start)
+        print(f"prefill {run + 1}: {seconds[-1]:.3f} s, {prefill.last.line()}", flush=True)
+    copied, work = prefill.last.copied_bytes, flop(engine.config, args.tokens)
+    prefill.timing = True
+    prefill.run(ids, HybridState.fresh(engine.config, engine.options.kv_block))
+    print(f"with a timeline: {prefill.last.line()}")
+    if args.spans:
+        args.spans.write_text(json.dumps(rows_of(prefill.last.spans)))
+    copy_s, work_s = copied / bandwidth, work / (SHARE * rate)
+    bound, peak = ALLOWED * max(copy_s, work_s), prefill.ledger.peak
+    prefill.close()
+    print(f"pinned {bandwidth / 1e9:.2f} GB/s, sgemm {rate / 1e12:.2f} Tflop/s, {copied / 1e9:.3f} GB copied, "
+          f"{work / 1e12:.3f} Tflop")
+    print(f"copies {copy_s:.3f} s, arithmetic at {SHARE:.0%} {work_s:.3f} s, bound {bound:.3f} s, best of {RUNS}: "
+          f"{min(seconds):.3f} s")
+    print(f"ledger peak {peak} of {args.vram} bytes, pages {engine.pack.placed}", flush=True)
+    return peak <= args.vram and min(seconds) <= bound
+
+
+def check(engine: Engine, device: Device, args: argparse.Namespace) -> bool:
+    """Two layers alone, GPU against CPU; whether every part is within the CPU's noise."""
+    cut = Cut(engine.pack, CUT)
+    decoder = Decoder(cut, engine.kernels, "f32")
+    ids = token_ids(cut.config, args.tokens)
+    found = HybridState.fresh(cut.config, engine.options.kv_block)
+    got = {"hidden": HybridPrefill(device, cut, decoder, args.vram, args.slots).run(ids, found), **found.arrays()}
+    right, moved = cpu(decoder, ids, engine, 0.0), cpu(decoder, ids, engine, 2.0**-24)
+    good = True
+    for name, value in right.items():
+        error, noise = (float(np.abs(other[name] - value).max()) for other in (got, moved))
+        scale = float(np.abs(value).max())
+        good &= error <= NOISE_FACTOR * noise + scale * 2.0**-23
+        print(f"layers {CUT}, {name}: differs by {error:.3e}, the CPU's noise {noise:.3e}, largest {scale:.3e}")
+    return good
+
+
+def cpu(decoder: Decoder, ids: np.ndarray, engine: Engine, shift: float) -> dict[str, Any]:
+    """Last hidden row and state of the CPU path; the input of every layer scaled by 1 +- shift, element by element."""
+    generator, state = np.random.default_rng(1), HybridState.fresh(decoder.config, engine.options.kv_block)
+
+    def moved(forward: Any) -> Any:
+        def call(k: Any, x: np.ndarray, *rest: Any) -> np.ndarray:
+            signs = generator.integers(-1, 2, x.shape)
+            return forward(k, (x.astype(np.float64) * (1.0 + 2 * shift * signs)).astype(np.float32), *rest)
+        return call
+
+    for layer in decoder.layers:
+        layer.forward = moved(layer.forward)
+    hidden = decoder.hidden(ids, state)
+    for layer in decoder.layers:
+        vars(layer).pop("forward")
+    return {"hidden": hidden[-1:], **state.arrays()}
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--geometry", default="qwen3.6-35b-a3b-reap128")
+    parser.add_argument("--pack", type=Path, default=Path(tempfile.gettempdir()) / "hybrid.fermi")
+    parser.add_argument("--tokens", type=int, default=947)
+    parser.add_argument("--vram", type=int, default=6 << 30)
+    parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--device", choices=("cuda", "emulated"), default="cuda")
+    parser.add_argument("--load", choices=("resident", "mmap"), default="resident")
+    parser.add_argument("--spans", type=Path)
+    parser.add_argument("--skip-check", action="store_true", help="leave out the comparison with the CPU")
+    args = parser.parse_args()
+    try:
+        device = open_device(args.device)
+    except DeviceError as err:
+        report.note(f"error: {err}")
+        return 2
+    start = time.perf_counter()
+    if not args.pack.exists():
+        make_pack(args.pack, args.geometry)
+        print(f"pack of {args.pack.stat().st_size} bytes made in {time.perf_counter() - start:.1f} s", flush=True)
+    engine = Engine.load(args.pack, config=EngineConfig(activations="f32", load=args.load))
+    print(f"{device.name}, loaded after {time.perf_counter() - start:.1f} s", flush=True)
+    good = measure(engine, device, args)
+    good &= args.skip_check or check(engine, device, args)
+    print("held" if good else "NOT HELD")
+    device.close()
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
