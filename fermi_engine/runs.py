@@ -108,6 +108,7 @@ class ArrayModel:
     decoder: Decoder
     options: EngineConfig
     pack_hash: str = "arrays"
+    gpu: None = None  # prompts stay on the CPU
 
     @property
     def config(self) -> ModelConfig:

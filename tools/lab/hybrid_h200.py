@@ -32,7 +32,7 @@ if not __package__:  # run as a script, which puts this folder on the path inste
 from fermi_engine import report
 from fermi_engine.config import EngineConfig, ModelConfig
 from fermi_engine.engine import Engine
-from fermi_engine.errors import DeviceError
+from fermi_engine.errors import FermiError
 from fermi_engine.formats import Experts, Matrix
 from fermi_engine.gpu_prefill import HybridPrefill
 from fermi_engine.kernels.gpu import Device, open_device
@@ -209,11 +209,15 @@ def main() -> int:
     parser.add_argument("--skip-check", action="store_true", help="leave out the comparison with the CPU")
     args = parser.parse_args()
     try:
-        device = open_device(args.device)
-    except DeviceError as err:
+        return 0 if run(args) else 1
+    except FermiError as err:
         report.note(f"error: {err}")
         return 2
-    start = time.perf_counter()
+
+
+def run(args: argparse.Namespace) -> bool:
+    """Everything; whether all held."""
+    device, start = open_device(args.device), time.perf_counter()
     if not args.pack.exists():
         make_pack(args.pack, args.geometry)
         print(f"pack of {args.pack.stat().st_size} bytes made in {time.perf_counter() - start:.1f} s", flush=True)
@@ -223,7 +227,7 @@ def main() -> int:
     good &= args.skip_check or check(engine, device, args)
     print("held" if good else "NOT HELD")
     device.close()
-    return 0 if good else 1
+    return good
 
 
 if __name__ == "__main__":
