@@ -150,7 +150,7 @@ def _products(format: str, single: bool) -> Oracle:
     sizes = {"rows": _matrix_rows, "blocks": _block_counts, "tokens": few if single else _token_counts,
              "picks": st.just(1) if single else _token_counts}
     return Oracle(draw.product, {**sizes, "format": st.just(format), "edge": _scale_edges},
-                  {"rows": 21, "blocks": 5, "tokens": 3 if single else 19, "picks": 1 if single else 5, "format": format,
+                  {"rows": 43, "blocks": 35, "tokens": 3 if single else 19, "picks": 1 if single else 5, "format": format,
                    "edge": "any scales"},
                   _product(format, single), _product_bound(format, single))
 

@@ -26,14 +26,14 @@ AVX2 = (
         PRODUCTS,
         "if (run.block > 0)",
         "if (run.block < 0)",
-        "stage:gemv_q4_0_q8_0",
+        "stage:gemm_q4_0_q8_0",
     ),
     Fault(
-        "the end of ln 2 dropped from exp",
+        "other bits than the scalar exp, within its limit",
         "csrc/avx2/math.h",
         "__m256 rest = _mm256_sub_ps(_mm256_sub_ps(hi, r), lo);",
         "__m256 rest = _mm256_setzero_ps();",
-        "stage:exp_f32",
+        "stage:decoder_q4_0",
     ),
     Fault(
         "output of the delta rule before its update",
