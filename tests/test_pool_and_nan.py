@@ -130,9 +130,13 @@ k = kernels.get("scalar", threads=2)
 x, w = np.ones((256, 512), np.float32), np.ones((512, 512), np.float32)
 with k.record() as program:
     k.gemm_f32(x, w)
+def took_part():
+    return k._lib.fermi_run_steps(program._steps, 1, 2, k._ffi.NULL)
+while took_part() < 2:  # until the second thread has started
+    pass
 for _ in range(100):
     time.sleep(0.005)
-    if k._lib.fermi_run_steps(program._steps, 1, 2, k._ffi.NULL) == 2:
+    if took_part() == 2:
         break
 else:
     raise SystemExit("a second thread never took part")
