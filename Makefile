@@ -37,8 +37,9 @@ ptx: system $(VENV)/.ready
 mutate: $(VENV)/.ready
 	$(VENV)/bin/python tools/mutate.py
 
+soak: export FERMI_SOAK = 1
 soak: system $(VENV)/.ready
-	FERMI_SOAK=1 $(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest
 
 system:
 	@sh tools/system_packages.sh

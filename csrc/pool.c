@@ -14,7 +14,6 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <time.h>
-#include <unistd.h>
 #include <x86intrin.h>
 
 #define MAX_WORKERS 255

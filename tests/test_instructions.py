@@ -32,7 +32,6 @@ def test_a_run_that_counts_nothing_is_an_error(tmp_path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind is not installed")
 def test_no_backend_needs_more_than_recorded() -> None:
     record = json.loads(instructions.RECORD.read_text())["per_token"]
     for backend, count in instructions.count_all().items():

@@ -15,6 +15,7 @@ can 'import os, sysconfig; os.stat(os.path.join(sysconfig.get_path("include"), "
 if [ "${1:-}" != compiler ]; then
     want objdump binutils
     want g++ g++
+    [ -z "${FERMI_SOAK:-}" ] || want valgrind valgrind
     command -v clang-14 >/dev/null 2>&1 || want clang clang
     want qemu-x86_64 qemu-user
 fi
