@@ -356,7 +356,7 @@ class EngineConfig:
     ctx_size: longest sequence a session accepts; None takes the model's max_position_embeddings.
     pin: one CPU for each thread.
     hyper_threads: `threads` defaults to all logical CPUs, not to one a core.
-    numa: 'interleave', 'local' or 'off': where memory goes on a machine with several nodes; None: see memory.settle.
+    numa: 'interleave', 'local' or 'off': where memory goes on a machine with several nodes; None: see numa.settle.
     load: 'mmap' uses the pack in place, 'resident' copies it into memory of the process.
     huge_pages: insist on 2 MiB pages, reading the file anew where needed. mlock: read everything first and keep it from
         being paged out.

@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from fermi_engine import kernels, memory
+from fermi_engine import kernels, memory, numa
 from fermi_engine.config import EngineConfig, ModelConfig
 from fermi_engine.errors import ConfigError, FermiError, RequestError
 from fermi_engine.formats import FORMATS
@@ -73,7 +73,7 @@ class Engine:
         if format is not None and format not in FORMATS:
             raise ConfigError(f"unknown format {format!r}; choose from {', '.join(FORMATS)}")
         kernels.get(options.backend, options.threads)  # an impossible backend fails before minutes of conversion
-        placement = memory.settle(options.numa)  # before anything is read and any thread is started
+        placement = numa.settle(options.numa)  # before anything is read and any thread is started
         pack = _open_pack(Path(path), format, progress)
         pack.place(lambda mapping, fd: memory.prepare(mapping, fd, placement, load=options.load, mlock=options.mlock,
                                                       huge_pages=options.huge_pages, progress=progress))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fermi_engine import memory
+from fermi_engine import pages
 from fermi_engine.errors import DeviceError, DeviceMemoryError
 from fermi_engine.kernels.gpu import Device, DeviceBuffer, Event, Stream
 from fermi_engine.model.gpu_weights import DenseWeights, ExpertWeights
@@ -109,12 +109,12 @@ def _lock(device: Device, host: np.ndarray) -> None:
     opened = False
     try:
         with suppress(OSError):
-            memory.SYSTEM.region("mprotect", host, mmap.PROT_READ | mmap.PROT_WRITE)
+            pages.SYSTEM.region("mprotect", host, mmap.PROT_READ | mmap.PROT_WRITE)
             opened = True
         device.pin(host)
     finally:
         if opened:
-            memory.SYSTEM.region("mprotect", host, mmap.PROT_READ)
+            pages.SYSTEM.region("mprotect", host, mmap.PROT_READ)
 
 
 class Slots:

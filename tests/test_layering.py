@@ -23,9 +23,10 @@ STDLIB = set(sys.stdlib_module_names)
 TIERS = (
     ("errors", "compare", "report"),
     ("config", "formats", "safetensors_header", "tokenizer"),
-    ("shapes", "pack_layout", "tokenizer_ahead", "array_weights", "chat", "kernels", "rules", "state"),
-    ("model", "checkpoint", "pack", "memory", "sampling", "timeline", "placement"),
-    ("pack_writer", "generate", "session", "roofline", "gpu_stream", "gpu_state"),
+    ("shapes", "pack_layout", "tokenizer_ahead", "array_weights", "chat", "kernels", "rules", "state",
+     "pages"),
+    ("model", "checkpoint", "pack", "numa", "sampling", "timeline", "placement"),
+    ("memory", "pack_writer", "generate", "session", "roofline", "gpu_stream", "gpu_state"),
     ("convert", "gpu_prefill"),
     ("gpu_choice",),
     ("engine", "runs"),
