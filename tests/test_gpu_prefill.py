@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -12,78 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from fermi_engine import Engine, EngineConfig, SamplingParams, cli, gpu_choice, gpu_stream
-from fermi_engine.cli_generate import parse_bytes
-from fermi_engine.convert import convert
-from fermi_engine.errors import DeviceError, DeviceMemoryError, RequestError
+from fermi_engine import Engine, EngineConfig, gpu_stream
 from fermi_engine.gpu_prefill import HybridPrefill, busy, few_are_hit
 from fermi_engine.gpu_state import DeviceState
 from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.kernels.schedule import EmulatedStream
 from fermi_engine.model.gpu_layers import Activations, BlockOnDevice, Kernels
 from fermi_engine.model.gpu_weights import DenseWeights, ExpertWeights
-from fermi_engine.state import HybridState
 from tests import hf
+from tests.gpu_cases import LENGTH, engines, fresh, hybrid, ids_for, outcome, packs, plain, run
 from tools import dump_reference
 from tools.lab import timeline_svg
-from tools.make_checkpoint import make_checkpoint
 
-TINY = Path(__file__).resolve().parent.parent / "golden" / "tiny"
-LENGTH = 150  # two chunks of the delta rule and an open one, two blocks of attention
-SEEDS = range(200)
 NOISE_DRAWS = 4
-
-
-@pytest.fixture(scope="module")
-def packs(tmp_path_factory) -> dict[str, Path]:
-    directory = tmp_path_factory.mktemp("gpu")
-    found = {"trained": convert(TINY, directory / "trained.pack", format="q4_0")}
-    for name, options in {"moe": {"layers": 4}, "dense": {"layers": 4, "family": "dense"},
-                          "f16": {"layers": 1}, "narrow": {"layers": 1, "key_dim": 16}}.items():
-        checkpoint = make_checkpoint(directory / name, seed=8, **{"key_dim": 32, **options})
-        found[name] = convert(checkpoint, directory / f"{name}.pack", format="f16" if name == "f16" else "q4_0")
-    found["moe-q8_0"] = convert(directory / "moe", directory / "q8.pack", format="q8_0")
-    return found
-
-
-@pytest.fixture(scope="module")
-def engines(packs) -> dict[str, Engine]:
-    """Engines whose CPU path runs with float32 activations."""
-    options = EngineConfig(activations="f32", threads=1)
-    return {name: Engine.load(path, config=options) for name, path in packs.items()}
-
-
-def ids_for(engine: Engine, length: int = LENGTH, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, engine.config.vocab_size, length).astype(np.int32)
-
-
-def fresh(engine: Engine, kv_format: str = "f32") -> HybridState:
-    return HybridState.fresh(engine.config, 64, kv_format)
-
-
-def hybrid(engine: Engine, device: Any = None, notes: list[str] | None = None, **options: Any) -> HybridPrefill:
-    said = [] if notes is None else notes
-    return HybridPrefill(device or EmulatedDevice(), engine.pack, engine.decoder, note=said.append, **options)
-
-
-def outcome(hidden: np.ndarray, state: HybridState) -> dict[str, bytes]:
-    """Everything a prefill leaves behind, as bytes by name."""
-    found = {name: array.tobytes() for name, array in state.arrays().items()}
-    if state.open_chunks is not None:
-        for layer, arrays in state.open_chunks.layers.items():
-            found |= {f"open.{layer}.{name}": array.tobytes() for name, array in arrays.items()}
-    return {**found, "hidden": hidden.tobytes()}
-
-
-def run(engine: Engine, ids: np.ndarray, device: Any = None, notes: list[str] | None = None, **options: Any) -> dict[str, bytes]:
-    state = fresh(engine)
-    return outcome(hybrid(engine, device, notes, **options).run(ids, state), state)
-
-
-@pytest.fixture(scope="module")
-def plain(engines) -> dict[str, dict[str, bytes]]:
-    """Outcomes of an undisturbed run in one pass, everything resident."""
-    return {name: run(engines[name], ids_for(engines[name])) for name in ("moe", "dense")}
+SEEDS = range(200)
 
 
 # against the reference and the CPU
@@ -232,22 +172,6 @@ def expected_copies(prefill: HybridPrefill) -> int:
     return sum(dense[: plan.resident]) + len(plan.blocks) * streamed
 
 
-@pytest.mark.parametrize("failing", [1, 2, 3, 5, 7, None])
-@pytest.mark.parametrize("streamed", [False, True])
-def test_refused_page_locks_change_no_bit_and_warn_once(engines, plain, monkeypatch, failing, streamed):
-    """One refusal ends page-locking; what follows goes through the ring, or straight where that was refused, too."""
-    monkeypatch.setattr(gpu_stream, "RING_BYTES", 10_000)
-    engine, ids = engines["moe"], ids_for(engines["moe"])
-    vram = hybrid(engine).plan(0, len(ids)).total - 1 if streamed else None
-    device, notes = EmulatedDevice(seed=failing), []
-    for nth in (failing,) if failing else range(1, 20):
-        device.faults.fail("pinned", nth)
-    assert run(engine, ids, device, notes, vram=vram) == plain["moe"]
-    assert len(notes) == 1
-    assert notes[0].startswith("warning: page-locking")
-    assert "--load resident" in notes[0]
-
-
 def test_few_tokens_copy_only_the_experts_they_hit(engines):
     engine = engines["trained"]
     c = engine.config
@@ -362,166 +286,9 @@ def test_copies_overlap_the_layer_before(engines):
     assert "at once" not in prefill.last.line()
 
 
-# memory and failures
-
-
-class Metered(EmulatedDevice):
-    """Keeps the most bytes it ever had handed out."""
-
-    most = 0
-
-    def alloc(self, nbytes: int, name: str = "buffer") -> Any:
-        buffer = super().alloc(nbytes, name)
-        self.most = max(self.most, self.total_bytes - self.free_bytes)
-        return buffer
-
-
-def test_the_peak_is_what_the_device_handed_out_and_the_plan_said(engines):
-    engine = engines["moe"]
-    least = hybrid(engine, token_block=64).plan(0, 300)
-    floor = least.total - sum(nbytes for name, nbytes in least.sizes.items() if ", layer" in name)
-    for vram in range(floor + 200_000, least.total + 100_000, 70_000):
-        device = Metered()
-        prefill = hybrid(engine, device, vram=vram)
-        for tokens in (20, 300, 100):
-            prefill.run(ids_for(engine, tokens), fresh(engine))
-            assert prefill.ledger.used == device.total_bytes - device.free_bytes
-            assert set(prefill.ledger.held()) == {name for name in prefill.last.plan.sizes if ", layer" in name}
-        assert prefill.ledger.peak == device.most <= vram
-        prefill.close()
-        assert device.free_bytes == device.total_bytes
-
-
-def test_what_does_not_fit_is_refused_before_any_work(engines):
-    device = EmulatedDevice()
-    prefill = hybrid(engines["moe"], device, vram=100_000)
-    with pytest.raises(DeviceMemoryError, match=r"takes at least \d+ bytes .* 100000 are allowed: raise --vram"):
-        prefill.run(ids_for(engines["moe"]), fresh(engines["moe"]))
-    assert device.faults.calls["alloc"] == device.faults.calls["copy"] == 0
-
-
-@pytest.mark.parametrize(("kind", "nth"), [("alloc", 1), ("alloc", 6), ("copy", 1), ("copy", 60), ("launch", 1), ("launch", 70)])
-def test_a_failure_is_one_line_and_leaves_the_session_usable(engines, packs, kind, nth):
-    cpu = engines["moe"]
-    options = EngineConfig(activations="f32", threads=1, prefill="gpu", device="emulated")
-    engine = Engine.load(packs["moe"], config=options)
-    ids = ids_for(engine).tolist()
-    session = engine.session()
-    session.decode(ids[0])
-    device = EmulatedDevice()
-    device.faults.fail(kind, nth)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_choice, "open_device", lambda kind: device)
-        with pytest.raises(DeviceError, match="injected") as caught:
-            session.prefill(ids[1:])
-    assert "\n" not in str(caught.value)
-    assert session.tokens == tuple(ids[:1])
-    assert engine.gpu.prefill.ledger.used == device.total_bytes - device.free_bytes
-    engine.gpu, gpu = None, engine.gpu
-    one = cpu.session()
-    one.decode(ids[0])
-    assert np.array_equal(session.prefill(ids[1:]), one.prefill(ids[1:]))
-    engine.gpu = gpu  # and the device, which has got over it, gives its usual bits
-    again, right = engine.session(), Engine.load(packs["moe"], config=options).session()
-    assert np.array_equal(again.prefill(ids), right.prefill(ids))
-
-
-def test_a_device_that_breaks_stays_broken_in_one_line(engines):
-    engine, device = engines["moe"], EmulatedDevice()
-    prefill, state = hybrid(engine, device), fresh(engine)
-    device.close()
-    for _ in range(2):
-        with pytest.raises(DeviceError, match="the device is closed"):
-            prefill.run(ids_for(engine), state)
-    assert state.position == 0
-
-
-def test_an_interrupt_frees_the_device(engines):
-    engine, device = engines["moe"], EmulatedDevice(seed=3)
-    prefill, state = hybrid(engine, device), fresh(engine)
-
-    def stop(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prefill.run(ids_for(engine), state, stop)
-    assert set(prefill.ledger.held()) == {f"dense weights, layer {i}" for i in range(4)}
-    assert state.position == 0
-    state = fresh(engine)
-    assert outcome(prefill.run(ids_for(engine), state), state) == run(engine, ids_for(engine))
-
-
 def test_progress_counts_up_to_all_tokens(engines):
     seen: list[tuple[int, int]] = []
     hybrid(engines["moe"], token_block=64).run(ids_for(engines["moe"]), fresh(engines["moe"]), lambda *now: seen.append(now))
     assert seen[-1] == (LENGTH, LENGTH)
     assert len(seen) > 4
     assert seen == sorted(seen)
-
-
-def test_the_command_line(packs, capsys):
-    argv = ["generate", "-m", str(packs["trained"]), "--ids", ",".join(map(str, range(40, 90))), "-n", "3", "--ignore-eos",
-            "-t", "1", "--prefill", "gpu", "--device", "emulated", "--timing", "--vram"]
-    assert cli.run([*argv, "1.5GiB"]) == 0
-    said = capsys.readouterr()
-    assert "GPU prefill of 50 tokens in 1 block, 8 layers resident" in said.err
-    assert "of 1.61 GB | copies" in said.err
-    assert cli.run([*argv, "70kB"]) == cli.MISTAKE
-    assert "70000 are allowed: raise --vram" in capsys.readouterr().err
-    assert cli.run([*argv, "much"]) == cli.MISTAKE
-    assert "--vram 'much' is not a size" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("text", "count"), [("6GiB", 6 << 30), ("500MB", 500_000_000), ("1.5 KiB", 1536), ("7", 7),
-                                             (None, None)])
-def test_sizes(text, count):
-    assert parse_bytes("--vram", text) == count
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "6 gigabytes", "GiB", "1e9", "nan"])
-def test_what_is_no_size(text):
-    with pytest.raises(RequestError, match=r"--vram .* is not a size"):
-        parse_bytes("--vram", text)
-
-
-@pytest.mark.parametrize(("name", "text"), [("f16", "matrices are stored as f16"), ("narrow", "delta rule heads of 16")])
-def test_a_model_the_kernels_cannot_run_is_refused(engines, name, text):
-    with pytest.raises(DeviceError, match=f"the GPU cannot run this model: {text}.*--prefill cpu"):
-        hybrid(engines[name])
-
-
-# the choice
-
-
-def test_auto_measures_once_and_gives_a_failing_device_up(engines, monkeypatch):
-    engine, notes = engines["moe"], []
-    options = dataclasses.replace(engine.options, prefill="auto", device="emulated")
-    choice = gpu_choice.GpuChoice(engine.pack, engine.decoder, options, notes.append)
-    assert choice.hidden(ids_for(engine, gpu_choice.SAMPLE_TOKENS - 1), fresh(engine)) is None
-    assert choice.prefill is None
-    monkeypatch.setattr(HybridPrefill, "copying_s", lambda self: 1e9)
-    assert choice.hidden(ids_for(engine), fresh(engine)) is None
-    assert choice.threshold > LENGTH
-    choice.threshold = LENGTH
-    assert choice.hidden(ids_for(engine), fresh(engine)) is not None
-    choice.prefill.device.faults.fail("launch")
-    for _ in range(2):
-        assert choice.hidden(ids_for(engine), fresh(engine)) is None
-    assert len(notes) == 1
-    assert "injected" in notes[0]
-    assert "the CPU does all prefill" in notes[0]
-
-
-def test_the_trial_copy_is_a_real_one(engines):
-    for name in ("moe", "dense"):
-        prefill = hybrid(engines[name])
-        assert prefill.copying_s() > 0
-        assert prefill.ledger.used == 0
-        assert prefill.host.copied_bytes > 0
-
-
-def test_sampling_runs_on_what_the_gpu_left(packs):
-    engine = Engine.load(packs["trained"], config=EngineConfig(threads=1, prefill="gpu", device="emulated"))
-    stream = engine.generate(list(range(5, 60)), SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
-    assert len(list(stream)) >= 4
-    assert engine.gpu.prefill.last.plan.blocks == ((0, 55),)

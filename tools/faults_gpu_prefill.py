@@ -33,7 +33,7 @@ GPU_PREFILL = (
         "fermi_engine/gpu_stream.py",
         "            free.synchronize()\n",
         "",
-        f"{_TESTS}test_refused_page_locks_change_no_bit_and_warn_once",
+        "test:tests/test_gpu_memory.py::test_refused_page_locks_change_no_bit_and_warn_once",
     ),
     Fault(
         "a layer's state fetched before the layer is done",
