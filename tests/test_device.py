@@ -274,7 +274,7 @@ def test_the_vendors_sgemm(device: Any, b_transposed: bool, m: int, n: int, k: i
 
 def test_sgemm_stays_inside_its_buffers(device: Any) -> None:
     stream, buffer = device.stream("test"), device.alloc(4 * 16, "small")
-    with pytest.raises(ValueError, match="sgemm: c needs 80 bytes from byte 0 of 'small', which has 64"):
+    with pytest.raises(ValueError, match="sgemm: argument c needs 80 bytes from byte 0 of 'small', which has 64"):
         device.sgemm(5, 4, 2, buffer, buffer, buffer, stream)
     with pytest.raises(ValueError, match="rows of a have 2 floats and start every 1"):
         device.sgemm(2, 2, 2, buffer, buffer, buffer, stream, lda=1)

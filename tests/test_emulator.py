@@ -143,7 +143,7 @@ def test_static_shared_memory_and_arguments_have_limits() -> None:
     device = EmulatedDevice()
     y = device.alloc(4)
     with pytest.raises(DeviceError, match=r"planted_big_arguments.*: 4112 bytes of arguments, sm_20 takes 4096"):
-        device.launch("planted_big_arguments", (1, 1, 1), (1, 1, 1), {"values": [0.0] * 1024, "y": y, "n": 0},
+        device.launch("planted_big_arguments", (1, 1, 1), (1, 1, 1), {"values": bytes(4096), "y": y, "n": 0},
                       device.stream("test"))
 
 

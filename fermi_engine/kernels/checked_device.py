@@ -111,7 +111,8 @@ class CheckedDevice(ABC):
         found = sm20.entry(entry)
         packed = sm20.pack_arguments(found.struct, args)
         for name in sm20.pointer_fields(found.struct):
-            self._check_pointer(f"{entry}: argument {name}", args[name])
+            if args[name] is not None:
+                self._check_pointer(entry, name, sm20.address_of(args[name]))
         check_limits(entry, grid, block, self._needs(found), shared_bytes, len(packed))
         if self.faults.due("launch"):
             raise DeviceError(f"{launch_text(entry, grid, block)} failed: failure injected by a test")
@@ -128,8 +129,8 @@ class CheckedDevice(ABC):
             ld = columns if ld is None else ld
             if ld < columns:
                 raise ValueError(f"sgemm: rows of {name} have {columns} floats and start every {ld}")
-            address = int(getattr(pointer, "address", pointer))
-            self._check_pointer(f"sgemm: {name}", address, 4 * ((rows - 1) * ld + columns))
+            address = sm20.address_of(pointer)
+            self._check_pointer("sgemm", name, address, 4 * ((rows - 1) * ld + columns))
             areas.append((address, ld))
         if self.faults.due("launch"):
             raise DeviceError(f"sgemm {m} x {n} x {k} failed: failure injected by a test")
@@ -141,16 +142,13 @@ class CheckedDevice(ABC):
         buffer = self._buffers[self._addresses[i]] if i >= 0 else None
         return buffer if buffer and address < buffer.address + buffer.nbytes else None
 
-    def _check_pointer(self, what: str, value: Any, nbytes: int = 1) -> None:
-        if value is None:
-            return
-        address = int(getattr(value, "address", value))
+    def _check_pointer(self, entry: str, argument: str, address: int, nbytes: int = 1) -> None:
         buffer = self.holder(address)
         if buffer is None:
-            raise ValueError(f"{what} is {address:#x}, which lies in no buffer of the device")
+            raise ValueError(f"{entry}: argument {argument} is {address:#x}, which lies in no buffer of the device")
         if address + nbytes > buffer.address + buffer.nbytes:
-            raise ValueError(f"{what} needs {nbytes} bytes from byte {address - buffer.address} of {buffer.name!r}, "
-                             f"which has {buffer.nbytes}")
+            raise ValueError(f"{entry}: argument {argument} needs {nbytes} bytes from byte {address - buffer.address} of "
+                             f"{buffer.name!r}, which has {buffer.nbytes}")
 
     def _area(self, buffer: DeviceBuffer, offset: int, nbytes: int) -> int:
         if self._buffers.get(buffer.address) is not buffer:
@@ -231,20 +229,26 @@ def check_limits(entry: str, grid: Dim, block: Dim, needs: tuple[int, int], dyna
 
     needs: the kernel's bytes of static shared memory and the threads a block it was compiled for.
     """
-    what = launch_text(entry, grid, block)
+    excess = _excess(grid, block, needs, dynamic_shared, argument_bytes)
+    if excess is not None:
+        raise DeviceError(f"{launch_text(entry, grid, block)}: {excess}")
+
+
+def _excess(grid: Dim, block: Dim, needs: tuple[int, int], dynamic_shared: int, argument_bytes: int) -> str | None:
     for axis, g, b, most in zip("xyz", grid, block, MAX_BLOCK, strict=True):
         if not 1 <= g <= MAX_GRID:
-            raise DeviceError(f"{what}: grid.{axis} is {g}, sm_20 takes 1..{MAX_GRID}")
+            return f"grid.{axis} is {g}, sm_20 takes 1..{MAX_GRID}"
         if not 1 <= b <= most:
-            raise DeviceError(f"{what}: block.{axis} is {b}, sm_20 takes 1..{most}")
+            return f"block.{axis} is {b}, sm_20 takes 1..{most}"
     static_shared, bound = needs
     threads = block[0] * block[1] * block[2]
     if threads > MAX_THREADS:
-        raise DeviceError(f"{what}: {threads} threads a block, sm_20 takes {MAX_THREADS}")
+        return f"{threads} threads a block, sm_20 takes {MAX_THREADS}"
     if threads > bound:
-        raise DeviceError(f"{what}: {threads} threads a block, the kernel is compiled for {bound}")
+        return f"{threads} threads a block, the kernel is compiled for {bound}"
     if static_shared + dynamic_shared > MAX_SHARED_BYTES:
-        raise DeviceError(f"{what}: {static_shared} bytes of static and {dynamic_shared} of dynamic shared memory, "
-                          f"sm_20 has {MAX_SHARED_BYTES}")
+        return (f"{static_shared} bytes of static and {dynamic_shared} of dynamic shared memory, sm_20 has "
+                f"{MAX_SHARED_BYTES}")
     if argument_bytes > MAX_ARGUMENT_BYTES:
-        raise DeviceError(f"{what}: {argument_bytes} bytes of arguments, sm_20 takes {MAX_ARGUMENT_BYTES}")
+        return f"{argument_bytes} bytes of arguments, sm_20 takes {MAX_ARGUMENT_BYTES}"
+    return None

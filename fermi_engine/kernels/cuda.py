@@ -190,6 +190,9 @@ class CudaDevice(CheckedDevice):
         begin = self._mark(stream)
         with self.checked(what):
             yield
+        self._span(label, engine, nbytes, stream, begin)
+
+    def _span(self, label: str, engine: str, nbytes: int, stream: CudaStream, begin: Any) -> None:
         if begin is not None and self._trace is not None:
             self._trace.append((label, stream.name, engine, nbytes, begin, self._mark(stream)))
 
@@ -224,8 +227,8 @@ class CudaDevice(CheckedDevice):
 
     # launches
 
-    def _function(self, entry: sm20.Entry) -> Any:
-        """The entry point, its module loaded on first use."""
+    def _function(self, entry: sm20.Entry) -> tuple[Any, tuple[int, int]]:
+        """The entry point, its module loaded on first use; its bytes of static shared memory and most threads a block."""
         if entry.name not in self._functions:
             if entry.op not in self._modules:
                 image = ptx.image(entry.op, fermi=self.compute_capability[0] == 2)
@@ -233,23 +236,28 @@ class CudaDevice(CheckedDevice):
                     self._modules[entry.op] = self.driver.module_from_buffer(image.data)
                 self._origins[entry.op] = image.origin
             with self.checked(f"looking up {entry.name} in op {entry.op!r}"):
-                self._functions[entry.name] = self._modules[entry.op].get_function(entry.name)
+                function = self._modules[entry.op].get_function(entry.name)
+                function.prepare([f"{sm20.struct_bytes(entry.struct)}s"])
+                needs = int(function.shared_size_bytes), int(function.max_threads_per_block)
+            self._functions[entry.name] = function, needs
         return self._functions[entry.name]
 
     def _needs(self, entry: sm20.Entry) -> tuple[int, int]:
-        function = self._function(entry)
-        return int(function.shared_size_bytes), int(function.max_threads_per_block)
+        return self._function(entry)[1]
 
     def registers(self, entry_name: str) -> int:
         """Registers a thread of an entry point on this card."""
-        return int(self._function(sm20.entry(entry_name)).num_regs)
+        return int(self._function(sm20.entry(entry_name))[0].num_regs)
 
     def _launch(self, entry: sm20.Entry, grid: Dim, block: Dim, shared_bytes: int, packed: bytes, stream: CudaStream,
                 work: Work, label: str) -> None:
-        function = self._function(entry)
-        with self._operation(launch_text(entry.name, grid, block), label, "compute", int(work.bytes), stream):
-            function.prepare([f"{len(packed)}s"])
-            function.prepared_async_call(tuple(grid), tuple(block), stream.handle, packed, shared_size=shared_bytes)
+        """Not through `_operation`, whose contexts and text cost as much as the rest of a launch."""
+        (function, _), begin = self._function(entry), self._mark(stream)
+        try:
+            function.prepared_async_call(grid, block, stream.handle, packed, shared_size=shared_bytes)
+        except self.driver.Error as err:
+            raise DeviceError(f"{launch_text(entry.name, grid, block)} failed: {err}") from None
+        self._span(label, "compute", int(work.bytes), stream, begin)
 
     def _sgemm(self, m: int, n: int, k: int, areas: list[tuple[int, int]], b_transposed: bool, stream: CudaStream) -> None:
         what = f"sgemm {m} x {n} x {k}"

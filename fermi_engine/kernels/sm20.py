@@ -12,12 +12,15 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from struct import Struct
+from struct import error as StructError
 from typing import Any
 
 from fermi_engine.errors import DeviceError
 
 ENTRY_LINE = re.compile(r"^ENTRY\((\w+), (\w+), (\w+)\)$", re.MULTILINE)
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
+CODES = {"int64_t": "q", "int32_t": "i", "uint32_t": "I", "float": "f"}  # of struct, for the field types of ops.h
 _PACKAGE = Path(__file__).resolve().parent.parent
 _CSRC = (_PACKAGE / "csrc", _PACKAGE.parent / "csrc")  # installed from a wheel, in a source tree
 
@@ -100,37 +103,59 @@ def plain_c(header: str) -> str:
     return ENTRY_LINE.sub("", text)
 
 
+@functools.cache
 def pointer_fields(struct: str) -> tuple[str, ...]:
     """Names of the fields of `struct` that hold device addresses."""
-    fields = _structs().typeof(struct).fields
-    return tuple(name for name, field in fields if field.type.kind == "pointer")
+    return tuple(name for name, is_pointer in _layout(struct)[1] if is_pointer)
+
+
+@functools.cache
+def _layout(struct: str) -> tuple[Struct, tuple[tuple[str, bool], ...]]:
+    """The bytes of a struct of ops.h as a Struct, and its fields: name, whether it is a pointer. A prefill makes a thousand
+    and more of them: assigning to a cffi struct field by field takes eight times as long."""
+    kind = _structs().typeof(struct)
+    form, end, fields = "<", 0, []
+    for name, field in kind.fields:
+        is_pointer = field.type.kind == "pointer"
+        size = _structs().sizeof(field.type)
+        form += f"{field.offset - end}x{'Q' if is_pointer else CODES.get(field.type.cname, f'{size}s')}"
+        end = field.offset + size
+        fields.append((name, is_pointer))
+    return Struct(f"{form}{_structs().sizeof(kind) - end}x"), tuple(fields)
 
 
 def pack_arguments(struct: str, values: Mapping[str, Any]) -> bytes:
-    """`values` as the bytes of `struct`. Pointers are device addresses (int), buffers (their .address) or None.
+    """`values` as the bytes of `struct`. Pointers are device addresses (int), buffers (their .address) or None, arrays bytes.
 
-    Raises ValueError when a field is missing or unknown, TypeError or OverflowError when a value does not fit its field.
+    Raises ValueError when a field is missing or unknown, OverflowError when a value does not fit its field.
     """
-    ffi = _structs()
-    fields = dict(ffi.typeof(struct).fields)
-    if fields.keys() != values.keys():
-        odd = sorted(fields.keys() ^ values.keys())
-        raise ValueError(f"{struct}: {', '.join(odd)} missing or unknown; its fields are {', '.join(fields)}")
-    args = ffi.new(f"{struct} *")
-    for name, field in fields.items():
-        value = values[name]
-        if field.type.kind == "pointer":
-            value = ffi.cast(field.type, 0 if value is None else int(getattr(value, "address", value)))
-        setattr(args, name, value)
-    return bytes(ffi.buffer(args))
+    form, fields = _layout(struct)
+    try:
+        row = [address_of(values[name]) if is_pointer else values[name] for name, is_pointer in fields]
+        if len(values) == len(fields):
+            return form.pack(*row)
+    except KeyError:
+        pass
+    except StructError as err:
+        raise OverflowError(f"{struct}: {err}; its fields are {', '.join(name for name, _ in fields)}") from None
+    odd = sorted({name for name, _ in fields} ^ values.keys())
+    raise ValueError(f"{struct}: {', '.join(odd)} missing or unknown; its fields are {', '.join(name for name, _ in fields)}")
+
+
+def struct_bytes(struct: str) -> int:
+    """Size of `struct`."""
+    return _layout(struct)[0].size
+
+
+def address_of(pointer: Any) -> int:
+    """The device address that a pointer argument stands for, 0 for None."""
+    return 0 if pointer is None else int(getattr(pointer, "address", pointer))
 
 
 def unpack_pointers(struct: str, packed: bytes) -> tuple[int, ...]:
     """The device addresses in the bytes of `struct`, 0 for NULL."""
-    ffi = _structs()
-    args = ffi.new(f"{struct} *")
-    ffi.buffer(args)[:] = packed
-    return tuple(int(ffi.cast("uintptr_t", getattr(args, name))) for name in pointer_fields(struct))
+    form, fields = _layout(struct)
+    return tuple(value for value, (_, is_pointer) in zip(form.unpack(packed), fields, strict=True) if is_pointer)
 
 
 def digest(paths: Iterable[Path], *more: str) -> str:
