@@ -20,8 +20,8 @@ from fermi_engine.gpu_state import DeviceState, Fetch
 from fermi_engine.gpu_stream import HostMemory, Slots
 from fermi_engine.kernels.gpu import Device, DeviceBuffer, Event, Span
 from fermi_engine.model.decoder import Decoder
-from fermi_engine.model.gpu_layers import Activations, BlockOnDevice, Kernels
-from fermi_engine.model.gpu_weights import DenseWeights, ExpertWeights, unfit
+from fermi_engine.model.gpu_layers import Activations, BlockOnDevice, DeviceWeights, Kernels
+from fermi_engine.model.gpu_weights import DenseWeights, ExpertWeights, Layout, unfit
 from fermi_engine.model.weights import Weights
 from fermi_engine.placement import Demand, Ledger, Plan
 from fermi_engine.report import note as say
@@ -74,9 +74,8 @@ def _length(times: list[tuple[float, float]]) -> float:
 
 
 class HybridPrefill:
-    """Prefill for one model on one device. Resident weights stay on the device between calls; everything else is allocated for
-    a call and freed after it. A call that fails leaves the host's state as it was.
-    """
+    """Prefill for one model on one device. Its memory there stays from call to call as far as the next one has use for it. A
+    call that fails leaves the host's state as it was."""
 
     def __init__(self, device: Device, weights: Weights, decoder: Decoder, vram: int | None = None, slots: int = 2,
                  token_block: int | None = None, timing: bool = False, note: Callable[[str], None] = say) -> None:
@@ -94,7 +93,7 @@ class HybridPrefill:
         self.ledger = Ledger(device, vram)
         self.host = HostMemory(device, note)
         self.copies, self.compute, self.results = map(device.stream, ("copies", "compute", "results"))
-        self.resident: list[DeviceBuffer] = []
+        self._resident: dict[int, tuple[DeviceBuffer, DeviceWeights]] = {}  # layer -> buffer that holds its dense weights
 
     def plan(self, start: int, end: int) -> Plan:
         """How positions start..end would be run. Raises DeviceMemoryError when they do not fit."""
@@ -110,10 +109,9 @@ class HybridPrefill:
         """
         plan = self.plan(state.position, state.position + len(ids))
         before = self.host.copied_bytes
-        with self._traced() as spans:
-            self._settle(plan.resident)
-            with self.ledger.scope():
-                hidden, commit = _Run(self, plan, state).through(ids, progress)
+        with self._traced() as spans, self._idle_after_errors():
+            buffers = self.ledger.settle(plan.sizes)
+            hidden, commit = _Run(self, plan, buffers, self._load(plan, buffers), state).through(ids, progress)
         commit()
         self.last = Report(plan, self.host.copied_bytes - before, self.ledger.peak, tuple(spans))
         return hidden
@@ -134,17 +132,29 @@ class HybridPrefill:
             raise
         spans += self.device.end_trace()
 
-    def _settle(self, layers: int) -> None:
-        """Have the dense weights of exactly so many layers resident."""
-        while len(self.resident) > layers:
-            self.ledger.free(self.resident.pop())
-        while len(self.resident) < layers:
-            layer = len(self.resident)
-            with self.ledger.scope(only_after_errors=True):
-                buffer = self.ledger.alloc(self.dense[layer].nbytes, placement.resident_name(layer))
-                for offset, piece in self.dense[layer].pieces():
-                    self.host.copy(buffer, offset, piece, self.compute, f"dense {layer}", piece)
-            self.resident.append(buffer)
+    @contextmanager
+    def _idle_after_errors(self) -> Iterator[None]:
+        """What was given before an error may still use buffers and host memory that the next call has other plans for."""
+        try:
+            yield
+        except BaseException:
+            with suppress(DeviceError):  # the first error tells more
+                self.device.synchronize()
+            raise
+
+    def _load(self, plan: Plan, buffers: dict[str, DeviceBuffer]) -> list[DeviceWeights]:
+        """The dense weights of the resident layers, copied where they are not there from an earlier call."""
+        found = {}
+        for layer in range(plan.resident):
+            buffer = buffers[placement.resident_name(layer)]
+            if layer in self._resident and self._resident[layer][0] is buffer:
+                found[layer] = self._resident[layer]
+                continue
+            for offset, piece in self.dense[layer].pieces():
+                self.host.copy(buffer, offset, piece, self.compute, f"dense {layer}", piece)
+            found[layer] = buffer, self.dense[layer].within(buffer)
+        self._resident = found
+        return [weights for _, weights in found.values()]
 
     def copying_s(self) -> float:
         """Seconds that copying every layer's streamed weights takes, from one layer's, which is really copied."""
@@ -166,39 +176,45 @@ class HybridPrefill:
     def close(self) -> None:
         """Free the weights; the device stays open."""
         self.device.synchronize()
-        while self.resident:
-            self.ledger.free(self.resident.pop())
+        self.ledger.settle({})
         self.host.close()
 
 
 class _Run:
     """One call: its buffers, and the steps of its schedule. Step i is layer i % L of block i // L."""
 
-    def __init__(self, owner: HybridPrefill, plan: Plan, state: HybridState) -> None:
-        self.owner, self.plan, self.state = owner, plan, state
+    def __init__(self, owner: HybridPrefill, plan: Plan, buffers: dict[str, DeviceBuffer], resident: list[DeviceWeights],
+                 state: HybridState) -> None:
+        """buffers: of plan.sizes; resident: the weights of the first layers."""
+        self.owner, self.plan, self.resident, self.state = owner, plan, resident, state
         self.layers = len(owner.dense)
         self.steps = self.layers * len(plan.blocks)
-        kept = {placement.resident_name(layer) for layer in range(plan.resident)}
-        buffers = {name: owner.ledger.alloc(nbytes, name) for name, nbytes in plan.sizes.items() if name not in kept}
         self.device_state = DeviceState(owner.config, plan.blocks[-1][1], buffers.get("states"), buffers.get("keys and values"))
         self.slots = Slots(owner.device, owner.host, owner.copies, owner.compute, plan.slots)
         for slot in range(plan.slots):
             self.slots.give(slot, buffers.get(f"dense weights, slot {slot}"), buffers.get(f"experts, slot {slot}"))
-        self.resident = [w.within(buffer) for w, buffer in zip(owner.dense, owner.resident, strict=False)]
         self.activations = buffers["activations"]
         self.kernels = Kernels(owner.device, owner.compute)
         self.fetch = Fetch(owner.device, owner.config, self.device_state, state, owner.results)
         self.passed: deque[Event] = deque()
+        self.staging, self.uploaded = self._staging(), owner.device.event()
+
+    def _staging(self) -> dict[str, np.ndarray]:
+        """Host memory, page-locked where the system lets us, for all that goes to and fro beside the weights."""
+        tokens, hidden = self.plan.most_tokens, self.owner.config.hidden_size
+        passing = Layout({"x": (tokens, hidden), "positions": (3, tokens), "hidden": (1, hidden)}, {"positions": np.int32})
+        memory = self.owner.host.staging(passing.end + self.fetch.nbytes)
+        self.fetch.begin(memory[passing.end :])
+        return passing.over(memory)
 
     def through(self, ids: np.ndarray, progress: Progress | None) -> tuple[np.ndarray, Callable[[], None]]:
         """All steps. The last token's hidden row [1, H], and the function that moves the host's state on."""
         owner = self.owner
         self.device_state.upload(owner.device, owner.compute, self.state)
-        self.fetch.begin(owner.host.staging(self.fetch.nbytes))
-        for step in range(min(self.slots.ahead, self.steps)):
-            self._fill(step)
         for number, (begin, end) in enumerate(self.plan.blocks):
             block = self._block(ids[begin - self.state.position : end - self.state.position], begin)
+            for step in range(min(self.slots.ahead, self.steps)) if number == 0 else ():
+                self._fill(step)
             for layer in range(self.layers):
                 step = number * self.layers + layer
                 done = self._layer(step, layer, block)
@@ -208,23 +224,31 @@ class _Run:
                     self.fetch.layer(layer, done)
                 if progress is not None:
                     self._tell(step, len(ids), progress)
-        hidden = np.empty((1, owner.config.hidden_size), np.float32)
-        block["x"].rows(block.tokens - 1, 1).download(owner.device, hidden, owner.compute)
+        return self._finish(block, progress)
+
+    def _finish(self, block: BlockOnDevice, progress: Progress | None) -> tuple[np.ndarray, Callable[[], None]]:
+        """Wait for the device, taking each layer's state as it comes."""
+        owner = self.owner
+        block["x"].rows(block.tokens - 1, 1).download(owner.device, self.staging["hidden"], owner.compute)
         commit = self.fetch.finish(owner.decoder.kernels)
+        owner.compute.synchronize()
         if progress is not None:
-            progress(len(ids), len(ids))
-        return hidden, commit
+            tokens = self.plan.blocks[-1][1] - self.plan.blocks[0][0]
+            progress(tokens, tokens)
+        return self.staging["hidden"].copy(), commit
 
     def _block(self, ids: np.ndarray, begin: int) -> BlockOnDevice:
         """The embedding rows of a block, gathered by the CPU, and its positions, on the device."""
         owner, tokens = self.owner, len(ids)
         arrays = Activations(owner.config, tokens).within(self.activations)
-        positions = np.empty((3, tokens), np.int32)
+        self.uploaded.synchronize()  # the block before is out of the staging memory
+        x, positions = self.staging["x"][:tokens], self.staging["positions"].reshape(-1)[: 3 * tokens].reshape(3, tokens)
+        x[:] = owner.decoder.kernels.rows(owner.decoder.embed_tokens, ids)
         positions[:] = np.arange(begin, begin + tokens)
         rotary = owner.decoder.rotary
-        for name, host in (("x", owner.decoder.kernels.rows(owner.decoder.embed_tokens, ids)), ("positions", positions),
-                           ("inv_freq", rotary.inv_freq), ("axis", rotary.axis)):
+        for name, host in (("x", x), ("positions", positions), ("inv_freq", rotary.inv_freq), ("axis", rotary.axis)):
             arrays[name].upload(owner.device, host, owner.compute, name)
+        self.uploaded.record(owner.compute)
         block = BlockOnDevice(owner.config, self.kernels, arrays, tokens, begin)
         block.tables()
         return block

@@ -6,7 +6,7 @@ activations of one token block, and as many layers' dense weights as there is ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -51,6 +51,21 @@ class Ledger:
         """Give one back; the device must be done with it."""
         self.device.free(buffer)
         self._forget(buffer)
+
+    def settle(self, sizes: Mapping[str, int]) -> dict[str, DeviceBuffer]:
+        """Have a buffer of at least so many bytes by name, and no others. What is there already and large enough stays, with
+        its content, as long as all fits; the rest is given back first, for which the device must be idle. DeviceMemoryError
+        as `alloc`, and nothing new stays."""
+        spare, kept = self.limit - sum(map(rounded, sizes.values())), {}
+        for buffer in list(self._held.values()):
+            excess = rounded(buffer.nbytes) - rounded(sizes.get(buffer.name, 0))
+            if buffer.name in sizes and 0 <= excess <= max(spare, 0):
+                spare -= excess
+                kept[buffer.name] = buffer
+        for buffer in [buffer for buffer in self._held.values() if kept.get(buffer.name) is not buffer]:
+            self.free(buffer)
+        with self.scope(only_after_errors=True):
+            return kept | {name: self.alloc(nbytes, name) for name, nbytes in sizes.items() if name not in kept}
 
     def held(self) -> dict[str, int]:
         """Bytes by name of all that is allocated now."""

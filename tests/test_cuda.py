@@ -92,6 +92,7 @@ def working_driver() -> types.ModuleType:
 
     class Card(FakeHandle):
         count = staticmethod(lambda: 1)
+        multiprocessor_count = 14
 
         def __init__(self, ordinal: int) -> None: ...
 

@@ -88,6 +88,30 @@ def test_a_scope_on_a_broken_device_passes_the_first_error_on():
     assert ledger.used == 0
 
 
+def test_what_is_large_enough_stays_and_the_rest_makes_room():
+    device = EmulatedDevice(total_bytes=64 * KIB)
+    ledger = Ledger(device, 10 * KIB)
+    first = ledger.settle({"weights": 4 * KIB, "keys": 2 * KIB, "scratch": KIB})
+    calls = device.faults.calls["alloc"]
+    again = ledger.settle({"weights": 4 * KIB, "keys": KIB})  # smaller: what is there will do
+    assert again == {name: first[name] for name in ("weights", "keys")}
+    assert device.faults.calls["alloc"] == calls
+    more = ledger.settle({"weights": 4 * KIB, "keys": KIB, "states": 5 * KIB})  # no room for the larger keys
+    assert more["weights"] is first["weights"]
+    assert ledger.held() == {"weights": 4 * KIB, "keys": KIB, "states": 5 * KIB}
+    assert ledger.used == handed_out(device) == ledger.peak == 10 * KIB
+    larger = ledger.settle({"weights": 4 * KIB, "keys": 3 * KIB})
+    assert larger["keys"].nbytes == 3 * KIB
+    device.faults.fail("alloc", 2)
+    with pytest.raises(DeviceMemoryError, match="injected"):
+        ledger.settle({"weights": 4 * KIB, "states": KIB, "scratch": KIB})
+    assert ledger.held() == {"weights": 4 * KIB}
+    with pytest.raises(DeviceMemoryError, match="raise --vram"):
+        ledger.settle({"weights": 4 * KIB, "states": 7 * KIB})
+    ledger.settle({})
+    assert handed_out(device) == ledger.used == 0
+
+
 @given(st.integers(0, 5000), st.integers(1, 5000), st.sampled_from([64, 128, 256, 4096]))
 def test_blocks_lie_at_absolute_positions(start, count, size):
     blocks = blocks_of(start, start + count, size)

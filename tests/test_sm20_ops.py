@@ -45,7 +45,7 @@ DELTA_STEP = 3 * 2 + 2 * EXP_ULP
 class Lab:
     """Arrays to a device and back; what kernels fill starts as NaN or lowest integers. shift: bytes off alignment."""
 
-    def __init__(self, device: Device, shift: int = 0, multiprocessors: int = 14) -> None:
+    def __init__(self, device: Device, shift: int = 0, multiprocessors: int | None = None) -> None:
         self.device, self.shift, self.stream = device, shift, device.stream("test")
         self.k = GpuKernels(device, self.stream, multiprocessors)
         self._buffers: list[Any] = []

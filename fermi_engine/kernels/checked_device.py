@@ -27,8 +27,8 @@ class CheckedDevice(ABC):
     Wrong arguments raise ValueError or TypeError: they are defects of the caller, not of the device.
     """
 
-    def __init__(self, name: str, total_bytes: int) -> None:
-        self.name, self.total_bytes = name, total_bytes
+    def __init__(self, name: str, total_bytes: int, multiprocessors: int) -> None:
+        self.name, self.total_bytes, self.multiprocessors = name, total_bytes, multiprocessors
         self.faults = Faults()
         self._addresses: list[int] = []  # of _buffers, rising
         self._buffers: dict[int, DeviceBuffer] = {}

@@ -113,7 +113,7 @@ class CudaDevice(CheckedDevice):
         if self.compute_capability < FLOOR:
             raise DeviceError(f"{card.name()} has compute capability {'.'.join(map(str, self.compute_capability))}; "
                               "2.0 is the floor")
-        super().__init__(card.name(), card.total_memory())
+        super().__init__(card.name(), card.total_memory(), card.multiprocessor_count)
         with self.checked(f"opening GPU {ordinal}, {self.name}"):
             self._context = card.retain_primary_context()
             self._context.push()

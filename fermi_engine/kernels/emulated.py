@@ -21,7 +21,7 @@ from fermi_engine.kernels.schedule import EmulatedEvent, EmulatedStream, Operati
 ALIGNMENT = 256
 GUARD_BYTES = 1024  # on either side of a buffer
 GUARD, FRESH, FREED = 0x7FED7FED, 0x7FCE7FCE, 0x7FDD7FDD  # NaN as float and as half
-C2075_BYTES = 6 << 30
+C2075_BYTES, C2075_MULTIPROCESSORS = 6 << 30, 14
 KEPT_FREED_BYTES = 256 << 20  # freed memory that is watched before the host gets it back
 MESSAGE_BYTES = 1024
 
@@ -66,7 +66,7 @@ class EmulatedDevice(CheckedDevice):
                  rates: Rates | None = None) -> None:
         if mode not in emulator_build.MODES:
             raise ValueError(f"no emulator mode {mode!r}; there are {', '.join(emulator_build.MODES)}")
-        super().__init__("emulated sm_20", total_bytes)
+        super().__init__("emulated sm_20", total_bytes, C2075_MULTIPROCESSORS)
         self.mode, self.seed = mode, seed
         self._scheduler = Scheduler(seed, rates or Rates(), self._alive)
         self._guard = 0 if mode == "asan" else GUARD_BYTES

@@ -85,6 +85,7 @@ class Device(Protocol):
 
     name: str
     total_bytes: int
+    multiprocessors: int
     faults: Faults
 
     @property

@@ -23,7 +23,6 @@ CHUNKS_AT_ONCE = 16  # of gdn_chunk by default, which bounds its scratch: 17 MB 
 SLAB = 32  # value columns of a block of the delta rule
 MAX_DIM = 128  # of a head of the delta rule
 PASS_BLOCK = 128  # threads of gdn_chunk_pass
-MULTIPROCESSORS = 14  # of a C2075
 # Of a product: rows and columns of a tile, threads.
 LARGE_TILE, SMALL_TILE, ANY_TILE = (64, 128, 256), (32, 64, 128), (64, 64, 256)
 
@@ -59,11 +58,12 @@ def gdn_chunk_scratch(tokens: int, open_tokens: int, v_heads: int, at_once: int 
 class GpuKernels:
     """Every op, bound to a device and a stream.
 
-    `multiprocessors` only decides which tile shape a product takes, not its bits.
+    `multiprocessors`, the device's own where not given, only decides which tile shape a product takes, not its bits.
     """
 
-    def __init__(self, device: Device, stream: Stream, multiprocessors: int = MULTIPROCESSORS) -> None:
-        self.device, self.stream, self.multiprocessors = device, stream, multiprocessors
+    def __init__(self, device: Device, stream: Stream, multiprocessors: int | None = None) -> None:
+        self.device, self.stream = device, stream
+        self.multiprocessors = multiprocessors or device.multiprocessors
 
     def on(self, stream: Stream) -> GpuKernels:
         """The same on another stream."""
