@@ -364,6 +364,7 @@ class EngineConfig:
         to be faster, and none once the device has failed. On the GPU activations are float32.
     device: 'cuda', or 'emulated' for the GPU's kernels run by the CPU. vram: most bytes of its memory, None for what is free.
     expert_slots: places on the device for one layer's experts each; results do not depend on it.
+    gemm: the GPU's dense products by our kernels ('own': the same bits on every card) or by the vendor's cuBLAS ('vendor').
     """
 
     activations: str = "q8_0"
@@ -383,6 +384,7 @@ class EngineConfig:
     device: str = "cuda"
     vram: int | None = None
     expert_slots: int = 2
+    gemm: str = "own"
 
     def __post_init__(self) -> None:
         if self.numa not in (None, "interleave", "local", "off"):
@@ -395,6 +397,8 @@ class EngineConfig:
             raise ConfigError(f"prefill = {self.prefill!r}; choose 'cpu', 'gpu' or 'auto'")
         if self.device not in ("cuda", "emulated"):
             raise ConfigError(f"device = {self.device!r}; choose 'cuda' or 'emulated'")
+        if self.gemm not in ("own", "vendor"):
+            raise ConfigError(f"gemm = {self.gemm!r}; choose 'own' or 'vendor'")
         if self.kv_format not in ("f32", "f16", "q8_0"):
             raise ConfigError(f"kv_format = {self.kv_format!r}; choose 'f32', 'f16' or 'q8_0'")
         for name in ("threads", "kv_block", "token_block", "ctx_size", "vram", "expert_slots"):

@@ -49,6 +49,12 @@ class Engine:
 
         return GpuChoice(self.pack, self.decoder, self.options)
 
+    @property
+    def gpu_gemm(self) -> str | None:
+        """Whose dense products GPU prefill takes: 'own' gives the same bits on every card, 'vendor' does not. None where the
+        CPU does all prefill. Snapshots carry it."""
+        return None if self.gpu is None else self.options.gemm
+
     @classmethod
     def load(
         cls,

@@ -6,71 +6,29 @@ and the CPU decodes. Activations are float32: the CPU path's equal is EngineConf
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 import numpy as np
 
 from fermi_engine import placement
 from fermi_engine.errors import DeviceError
+from fermi_engine.gpu_report import Report
 from fermi_engine.gpu_state import DeviceState, Fetch
 from fermi_engine.gpu_stream import HostMemory, Slots
+from fermi_engine.kernels.device_arrays import DeviceArray
 from fermi_engine.kernels.gpu import Device, DeviceBuffer, Event, Span
+from fermi_engine.kernels.sm20_vendor import VendorKernels
 from fermi_engine.model.decoder import Decoder
 from fermi_engine.model.gpu_layers import Activations, BlockOnDevice, DeviceWeights, Kernels
 from fermi_engine.model.gpu_weights import DenseWeights, ExpertWeights, Layout, unfit
 from fermi_engine.model.weights import Weights
 from fermi_engine.placement import Demand, Ledger, Plan
 from fermi_engine.report import note as say
-from fermi_engine.report import size
 from fermi_engine.state import HybridState
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Report:
-    """What the last prefill did: its plan, bytes of weights copied, and with `timing` every operation on the device's clock."""
-
-    plan: Plan
-    copied_bytes: int
-    peak_bytes: int
-    spans: tuple[Span, ...] = ()
-
-    def line(self) -> str:
-        """Tokens, memory, bytes copied, and where a timeline was kept how long copies and kernels took, and both at once."""
-        blocks, tokens = self.plan.blocks, self.plan.blocks[-1][1] - self.plan.blocks[0][0]
-        text = (f"GPU prefill of {tokens} tokens in {len(blocks)} block{'s' if len(blocks) > 1 else ''}, {self.plan.resident} "
-                f"layers resident, {size(self.copied_bytes)} of weights copied, peak {size(self.peak_bytes)} of "
-                f"{size(self.plan.limit)}")
-        if not self.spans:
-            return text
-        copies, kernels = (busy(self.spans, engine) for engine in ("h2d", "compute"))
-        both = _length(copies) + _length(kernels) - _length(_union([*copies, *kernels]))
-        return (f"{text} | copies {_length(copies):.3f} s, kernels {_length(kernels):.3f} s, {both:.3f} s of it at once, "
-                f"in all {max(span.end_s for span in self.spans):.3f} s")
-
-
-def busy(spans: Sequence[Span], engine: str) -> list[tuple[float, float]]:
-    """Times (begin, end) in seconds, apart and in order, in which an engine (h2d, d2h, compute) was busy."""
-    return _union([(span.begin_s, span.end_s) for span in spans if span.engine == engine])
-
-
-def _union(times: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    joined: list[tuple[float, float]] = []
-    for begin, end in sorted(times):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], end)
-        else:
-            joined.append((begin, end))
-    return joined
-
-
-def _length(times: list[tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in times)
 
 
 class HybridPrefill:
@@ -78,9 +36,12 @@ class HybridPrefill:
     call that fails leaves the host's state as it was."""
 
     def __init__(self, device: Device, weights: Weights, decoder: Decoder, vram: int | None = None, slots: int = 2,
-                 token_block: int | None = None, timing: bool = False, note: Callable[[str], None] = say) -> None:
+                 token_block: int | None = None, timing: bool = False, note: Callable[[str], None] = say,
+                 gemm: str = "own") -> None:
         """vram: bytes of device memory at most, None for what is free. slots: of a layer's experts each. token_block: cut the
-        prompt there instead of as memory demands. Raises DeviceError when the kernels cannot run this model."""
+        prompt there instead of as memory demands. gemm: dense products by our kernels (`own`) or by the vendor's sgemm
+        (`vendor`), whose bits are its own affair.
+        Raises DeviceError when the kernels cannot run this model, or there is no vendor's library that works."""
         c = self.config = weights.config
         self.device, self.decoder, self.slots, self.token_block = device, decoder, slots, token_block
         self.timing, self.last = timing, None
@@ -90,6 +51,7 @@ class HybridPrefill:
         reason = unfit(c, set().union(*(w.formats for w in self.dense)), set().union(*(w.formats for w in self.experts)))
         if reason:
             raise DeviceError(f"the GPU cannot run this model: {reason}, or run with --prefill cpu")
+        self.gemm = gemm if gemm == "own" else device.vendor()
         self.ledger = Ledger(device, vram)
         self.host = HostMemory(device, note)
         self.copies, self.compute, self.results = map(device.stream, ("copies", "compute", "results"))
@@ -99,7 +61,8 @@ class HybridPrefill:
         """How positions start..end would be run. Raises DeviceMemoryError when they do not fit."""
         c = self.config
         demand = Demand(tuple(w.nbytes for w in self.dense), tuple(w.nbytes for w in self.experts) or (0,) * len(self.dense),
-                        *DeviceState.nbytes(c, end), lambda tokens: Activations(c, tokens).nbytes)
+                        *DeviceState.nbytes(c, end), lambda tokens: Activations(c, tokens).nbytes,
+                        0 if self.gemm == "own" else max(w.expanded_bytes for w in self.dense))
         return placement.plan(demand, start, end, self.ledger.limit, self.slots, self.token_block)
 
     def run(self, ids: np.ndarray, state: HybridState, progress: Progress | None = None) -> np.ndarray:
@@ -113,7 +76,7 @@ class HybridPrefill:
             buffers = self.ledger.settle(plan.sizes)
             hidden, commit = _Run(self, plan, buffers, self._load(plan, buffers), state).through(ids, progress)
         commit()
-        self.last = Report(plan, self.host.copied_bytes - before, self.ledger.peak, tuple(spans))
+        self.last = Report(plan, self.host.copied_bytes - before, self.ledger.peak, self.gemm, tuple(spans))
         return hidden
 
     @contextmanager
@@ -156,23 +119,6 @@ class HybridPrefill:
         self._resident = found
         return [weights for _, weights in found.values()]
 
-    def copying_s(self) -> float:
-        """Seconds that copying every layer's streamed weights takes, from one layer's, which is really copied."""
-        streamed = self.experts or self.dense
-        with self.ledger.scope():
-            buffer = self.ledger.alloc(streamed[0].nbytes, "trial copy")
-            for _ in range(2):  # the first time pages are locked or read from disk
-                start = time.perf_counter()
-                if self.experts:
-                    self.host.lock(self.experts[0].host)
-                    self.host.copy(buffer, 0, self.experts[0].host, self.copies, "trial copy", self.experts[0].host)
-                else:
-                    for offset, piece in self.dense[0].pieces():
-                        self.host.copy(buffer, offset, piece, self.copies, "trial copy", piece)
-                self.copies.synchronize()
-                seconds = time.perf_counter() - start
-        return seconds * sum(w.nbytes for w in streamed) / streamed[0].nbytes
-
     def close(self) -> None:
         """Free the weights; the device stays open."""
         self.device.synchronize()
@@ -194,10 +140,17 @@ class _Run:
         for slot in range(plan.slots):
             self.slots.give(slot, buffers.get(f"dense weights, slot {slot}"), buffers.get(f"experts, slot {slot}"))
         self.activations = buffers["activations"]
-        self.kernels = Kernels(owner.device, owner.compute)
+        self.kernels = Kernels(owner.device, owner.compute, self._vendor(buffers.get("expanded weights")))
         self.fetch = Fetch(owner.device, owner.config, self.device_state, state, owner.results)
         self.passed: deque[Event] = deque()
         self.staging, self.uploaded = self._staging(), owner.device.event()
+
+    def _vendor(self, scratch: DeviceBuffer | None) -> VendorKernels | None:
+        """The vendor's products in place of the own ones, where they were asked for."""
+        if self.owner.gemm == "own":
+            return None
+        floats = scratch and DeviceArray.within(scratch, (scratch.nbytes // 4,))
+        return VendorKernels(self.owner.device, self.owner.compute, floats)
 
     def _staging(self) -> dict[str, np.ndarray]:
         """Host memory, page-locked where the system lets us, for all that goes to and fro beside the weights."""

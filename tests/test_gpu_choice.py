@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
-from fermi_engine import Engine, EngineConfig, SamplingParams, cli, gpu_choice
+from fermi_engine import Engine, EngineConfig, SamplingParams, cli, gpu_choice, gpu_cost
 from fermi_engine.cli_generate import parse_bytes
 from fermi_engine.errors import DeviceError, RequestError
-from fermi_engine.gpu_prefill import HybridPrefill
+from fermi_engine.gpu_cost import Cost
+from fermi_engine.gpu_report import busy
+from fermi_engine.kernels.emulated import EmulatedDevice
 from tests.gpu_cases import LENGTH, engines, fresh, hybrid, ids_for, packs
 
 
+def choice_for(engine: Engine, notes: list[str], **options: Any) -> gpu_choice.GpuChoice:
+    changed = dataclasses.replace(engine.options, device="emulated", **options)
+    return gpu_choice.GpuChoice(engine.pack, engine.decoder, changed, notes.append)
+
+
 def test_auto_measures_once_and_gives_a_failing_device_up(engines, monkeypatch):
-    engine, notes = engines["moe"], []
-    options = dataclasses.replace(engine.options, prefill="auto", device="emulated")
-    choice = gpu_choice.GpuChoice(engine.pack, engine.decoder, options, notes.append)
-    assert choice.hidden(ids_for(engine, gpu_choice.SAMPLE_TOKENS - 1), fresh(engine)) is None
+    engine, notes, measured = engines["moe"], [], []
+    choice = choice_for(engine, notes, prefill="auto")
+    monkeypatch.setattr(gpu_cost, "measure", lambda *args: measured.append(args) or Cost(1.0, 0.0, 1.0))
+    assert choice.hidden(ids_for(engine, gpu_choice.SHORTEST - 1), fresh(engine)) is None
     assert choice.prefill is None
-    monkeypatch.setattr(HybridPrefill, "copying_s", lambda self: 1e9)
-    assert choice.hidden(ids_for(engine), fresh(engine)) is None
-    assert choice.threshold > LENGTH
-    choice.threshold = LENGTH
+    for _ in range(2):
+        assert choice.hidden(ids_for(engine), fresh(engine)) is None
+    assert len(measured) == 1
+    choice.cost = Cost(0.0, 0.0, 1.0)
     assert choice.hidden(ids_for(engine), fresh(engine)) is not None
     choice.prefill.device.faults.fail("launch")
     for _ in range(2):
@@ -32,12 +40,30 @@ def test_auto_measures_once_and_gives_a_failing_device_up(engines, monkeypatch):
     assert "the CPU does all prefill" in notes[0]
 
 
-def test_the_trial_copy_is_a_real_one(engines):
-    for name in ("moe", "dense"):
-        prefill = hybrid(engines[name])
-        assert prefill.copying_s() > 0
-        assert prefill.ledger.used == 0
-        assert prefill.host.copied_bytes > 0
+def test_the_longer_of_copies_and_kernels_counts():
+    assert Cost(1e-3, 1.0, 2.0).favours_gpu(tokens=6, streamed_bytes=10_000)  # 10 against 12 seconds
+    assert not Cost(1e-3, 1.0, 2.0).favours_gpu(tokens=5, streamed_bytes=10_000)
+    assert not Cost(1e-3, 2.0, 2.0).favours_gpu(tokens=10**6, streamed_bytes=10_000)  # kernels as slow as the CPU
+    assert Cost(1e-3, 0.0, 2.0).favours_gpu(tokens=1, streamed_bytes=0)
+
+
+@pytest.mark.parametrize("name", ["moe", "dense"])
+def test_the_cost_is_that_of_layers_that_ran(engines, name):
+    """On the simulated card: its copies and kernels as its own clock has them in a whole prefill."""
+    engine, device, notes = engines[name], EmulatedDevice(), []
+    options = choice_for(engine, notes)._options
+    ids = ids_for(engine, gpu_cost.GPU_TOKENS)
+    cost = gpu_cost.measure(device, engine.pack, engine.decoder, options, ids, notes.append)
+    assert device.free_bytes == device.total_bytes
+    assert notes == []
+    prefill = hybrid(engine, device, timing=True)
+    prefill.run(ids, fresh(engine))
+    copies = [span for span in prefill.last.spans if span.label.startswith("dense" if name == "dense" else "experts")]
+    byte_s = sum(span.end_s - span.begin_s for span in copies) / sum(span.nbytes for span in copies)
+    token_s = sum(end - begin for begin, end in busy(prefill.last.spans, "compute")) / len(ids)
+    assert cost.byte_s == pytest.approx(byte_s, rel=0.02)
+    assert cost.token_s == pytest.approx(token_s, rel=0.02)
+    assert cost.cpu_token_s > 0
 
 
 def test_sampling_runs_on_what_the_gpu_left(packs):

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fermi_engine import Engine, EngineConfig, gpu_stream
-from fermi_engine.gpu_prefill import HybridPrefill, busy, few_are_hit
+from fermi_engine.gpu_prefill import HybridPrefill, few_are_hit
+from fermi_engine.gpu_report import busy
 from fermi_engine.gpu_state import DeviceState
 from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.kernels.schedule import EmulatedStream

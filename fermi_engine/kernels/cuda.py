@@ -262,9 +262,17 @@ class CudaDevice(CheckedDevice):
     def _sgemm(self, m: int, n: int, k: int, areas: list[tuple[int, int]], b_transposed: bool, stream: CudaStream) -> None:
         what = f"sgemm {m} x {n} x {k}"
         with self._operation(what, what, "compute", 0, stream):
-            if self._cublas is None:
-                self._cublas = Cublas()
-            self._cublas.sgemm(m, n, k, areas, b_transposed, stream.handle.handle)
+            self._opened_cublas().sgemm(m, n, k, areas, b_transposed, stream.handle.handle)
+
+    def _opened_cublas(self) -> Cublas:
+        if self._cublas is None:
+            self._cublas = Cublas()
+        return self._cublas
+
+    def vendor(self) -> str:
+        with self.checked("opening cuBLAS"):
+            found = self._opened_cublas()
+        return f"{found.name}, version {found.version}"
 
     # the device as a whole
 
@@ -288,7 +296,7 @@ class CudaDevice(CheckedDevice):
         for origin in sorted(set(self._origins.values())):
             found["kernels"] = "; ".join(filter(None, (found.get("kernels"), origin)))
         if self._cublas:
-            found["vendor sgemm"] = f"{self._cublas.name}, version {self._cublas.version}"
+            found["vendor sgemm"] = self.vendor()
         return found
 
     def synchronize(self) -> None:

@@ -185,9 +185,13 @@ class EmulatedDevice(CheckedDevice):
         moved = [Span(s.label, s.stream, s.engine, s.begin_s - start, s.end_s - start, s.nbytes) for s in spans]
         return sorted(moved, key=lambda span: span.begin_s)
 
+    def vendor(self) -> str:
+        self._alive()
+        return f"NumPy {np.__version__}"
+
     def facts(self) -> dict[str, str]:
         return {"device": self.name, "kernels": f"compiled for the CPU by {emulator_build.compiler()[1]}, mode {self.mode}",
-                "vendor sgemm": f"NumPy {np.__version__}"}
+                "vendor sgemm": self.vendor()}
 
     def close(self) -> None:
         if self._broken is None:

@@ -138,6 +138,9 @@ class Device(Protocol):
         """The vendor's float32 product, row-major: c [m, n] = a [m, k] times b [k, n], or times the transpose of b [n, k].
         lda, ldb, ldc: floats from row to row (default: dense). Its bits may differ between cards and sizes."""
 
+    def vendor(self) -> str:
+        """Name and version of the library behind `sgemm`. DeviceError, one line with the remedy, when none works here."""
+
     def start_trace(self) -> None:
         """Record a Span for every operation from now on."""
 

@@ -56,7 +56,7 @@ def gdn_chunk_scratch(tokens: int, open_tokens: int, v_heads: int, at_once: int 
 
 
 class GpuKernels:
-    """Every op, bound to a device and a stream.
+    """Every op, bound to a device and a stream: the engine's own kernels.
 
     `multiprocessors`, the device's own where not given, only decides which tile shape a product takes, not its bits.
     """
@@ -64,10 +64,6 @@ class GpuKernels:
     def __init__(self, device: Device, stream: Stream, multiprocessors: int | None = None) -> None:
         self.device, self.stream = device, stream
         self.multiprocessors = multiprocessors or device.multiprocessors
-
-    def on(self, stream: Stream) -> GpuKernels:
-        """The same on another stream."""
-        return GpuKernels(self.device, stream, self.multiprocessors)
 
     def _launch(self, entry: str, grid: tuple[int, ...], threads: int, args: dict[str, Any], flops: float = 0.0,
                 nbytes: float = 0.0) -> None:
@@ -100,10 +96,7 @@ class GpuKernels:
 
         Row i of the result takes row i of x, or row source[i] (int32 [m]).
         """
-        (m, stride), (rows, n) = out.shape, x.shape
-        if n != w.cols or (source is None and rows < m) or column + w.rows > stride or w.format == "f16":
-            raise ValueError(f"gemm: x {x.shape}, {w.format} matrix [{w.rows}, {w.cols}], out {out.shape} from "
-                             f"column {column}")
+        (m, stride), n = product_fits(x, w, out, column, source), x.shape[1]
         if not m:
             return
         entry, (tile_rows, tile_cols, threads) = self._gemm_tile(m, x, w)
@@ -309,6 +302,17 @@ class GpuKernels:
         self._launch("gdn_chunk_pass", (dv // SLAB, heads), PASS_BLOCK, args,
                      2.0 * rows * heads * (3 * dk + CHUNK) * dv,
                      8.0 * rows * heads * (dk + dv + CHUNK) + 2 * args["state"].nbytes)
+
+
+def product_fits(x: DeviceArray, w: DeviceMatrix, out: DeviceArray, column: int,
+                  source: DeviceArray | None) -> tuple[int, int]:
+    """Shape of `out`. ValueError when the product does not fit, TypeError unless x and out are float32."""
+    if {x.dtype, out.dtype} != {np.dtype(np.float32)}:
+        raise TypeError(f"gemm: x of {x.dtype}, out of {out.dtype}; both must be float32")
+    (m, stride), (rows, n) = out.shape, x.shape
+    if n != w.cols or (source is None and rows < m) or column + w.rows > stride or w.format == "f16":
+        raise ValueError(f"gemm: x {x.shape}, {w.format} matrix [{w.rows}, {w.cols}], out {out.shape} from column {column}")
+    return m, stride
 
 
 def _f32(array: DeviceArray, column: int = 0) -> int:

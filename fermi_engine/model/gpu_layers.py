@@ -24,8 +24,9 @@ DeviceWeights = dict[str, Any]  # DeviceMatrix or DeviceArray by name: gpu_weigh
 class Kernels:
     """Both families of kernels on one stream."""
 
-    def __init__(self, device: Device, stream: Stream) -> None:
-        self.rows = GpuKernels(device, stream)
+    def __init__(self, device: Device, stream: Stream, rows: GpuKernels | None = None) -> None:
+        """rows: in place of the engine's own."""
+        self.rows = rows or GpuKernels(device, stream)
         self.tokens = AttentionKernels(device, stream)
 
 

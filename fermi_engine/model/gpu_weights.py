@@ -103,6 +103,12 @@ class DenseWeights:
         """Formats of its matrices."""
         return {tensor.format for tensor in self._tensors.values() if tensor.format}
 
+    @property
+    def expanded_bytes(self) -> int:
+        """Bytes of its largest quantised matrix as float32."""
+        return max((4 * math.prod(tensor.shape) for tensor in self._tensors.values() if tensor.format not in (None, "f32")),
+                   default=0)
+
     def pieces(self) -> list[tuple[int, np.ndarray]]:
         """(offset in the block, host bytes) of every tensor."""
         return [(tensor.offset, tensor.host) for tensor in self._tensors.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
@@ -26,6 +27,30 @@ class Weights(Protocol):
 
     def experts(self, layer: int) -> tuple[Experts, Experts]:
         """gate_up [2I, H] and down [H, I] of all experts of a layer."""
+
+
+class SomeLayers:
+    """Some layers of a model as a model of its own (Weights)."""
+
+    def __init__(self, weights: Weights, layers: tuple[int, ...]) -> None:
+        self._weights, self._layers = weights, layers
+        kinds = tuple(weights.config.layer_types[layer] for layer in layers)
+        self.config = dataclasses.replace(weights.config, num_hidden_layers=len(layers), layer_types=kinds)
+
+    def _name(self, name: str) -> str:
+        if not name.startswith("layers."):
+            return name
+        layer, _, rest = name.removeprefix("layers.").partition(".")
+        return f"layers.{self._layers[int(layer)]}.{rest}"
+
+    def vector(self, name: str) -> np.ndarray:
+        return self._weights.vector(self._name(name))
+
+    def matrix(self, name: str) -> Matrix:
+        return self._weights.matrix(self._name(name))
+
+    def experts(self, layer: int) -> tuple[Experts, Experts]:
+        return self._weights.experts(self._layers[layer])
 
 
 def silent(name: str, array: np.ndarray) -> None:
