@@ -56,7 +56,10 @@ def examine(root: Path = Path("/")) -> Findings:
     else:
         found.facts["cache"] = _cache()
     _examine_extras(found)
-    found.facts["GPU"] = UNKNOWN if found.problems else _gpu()
+    if found.problems:
+        found.facts["GPU"] = UNKNOWN
+    else:
+        _examine_gpu(found)
     return found
 
 
@@ -153,18 +156,23 @@ def _cache() -> str:
     return f"{path}, {free} free{writable}"
 
 
-def _gpu() -> str:
-    """The card after its self-test, or why there is none."""
+def _examine_gpu(found: Findings) -> None:
+    """The card after its self-test and whose matrix products it can run, or why there is none."""
     from fermi_engine.errors import DeviceError
     from fermi_engine.kernels.gpu import open_device
 
     try:
         device = open_device("cuda")
     except DeviceError as err:
-        return f"none ({err})"
-    text = f"{', '.join(device.facts().values())}, {size(device.free_bytes)} of {size(device.total_bytes)} free"
+        found.facts["GPU"] = f"none ({err})"
+        return
+    found.facts["GPU"] = f"{', '.join(device.facts().values())}, {size(device.free_bytes)} of {size(device.total_bytes)} free"
+    try:
+        vendor = f"--gemm vendor takes {device.vendor()} for the dense ones, those of experts stay own"
+    except DeviceError as err:
+        vendor = str(err)
+    found.facts["GPU products"] = f"own kernels unless asked for others: the same bits on every card; {vendor}"
     device.close()
-    return text
 
 
 def _examine_extras(found: Findings) -> None:

@@ -16,6 +16,7 @@ from fermi_engine.state import HybridState
 from tools.make_checkpoint import make_checkpoint
 
 TINY = Path(__file__).resolve().parent.parent / "golden" / "tiny"
+NOISE_DRAWS = 4
 LENGTH = 150  # two chunks of the delta rule and an open one, two blocks of attention
 
 
@@ -82,3 +83,26 @@ def outcome(hidden: np.ndarray, state: HybridState) -> dict[str, bytes]:
 def run(engine: Engine, ids: np.ndarray, device: Any = None, notes: list[str] | None = None, **options: Any) -> dict[str, bytes]:
     state = fresh(engine)
     return outcome(hybrid(engine, device, notes, **options).run(ids, state), state)
+
+
+def cpu_run(engine: Engine, ids: np.ndarray, seed: int | None = None) -> dict[str, np.ndarray]:
+    """Last hidden row and state of the CPU path; with a seed each layer's input is moved by one unit in the last place."""
+    state, layers = fresh(engine), engine.decoder.layers
+    generator = np.random.default_rng(seed)
+
+    def moved(forward: Any) -> Any:
+        def call(k: Any, x: np.ndarray, *rest: Any) -> np.ndarray:
+            step = generator.integers(-1, 2, x.shape)
+            towards = np.where(step == 0, x, np.where(step > 0, np.float32(np.inf), np.float32(-np.inf)))
+            return forward(k, np.nextafter(x, towards), *rest)
+        return call
+
+    if seed is not None:
+        for layer in layers:
+            layer.forward = moved(layer.forward)
+    try:
+        hidden = engine.decoder.hidden(ids, state)
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
+    return {**state.arrays(), "hidden": hidden[-1:]}

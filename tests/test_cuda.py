@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import ctypes
 import gc
 import sys
 import types
@@ -16,6 +15,7 @@ import pytest
 from fermi_engine.errors import DeviceError, DeviceMemoryError
 from fermi_engine.kernels import cublas, cuda
 from fermi_engine.kernels.gpu import open_device
+from tests.fake_cuda import FakeAllocation, FakeHandle, FakeLibcuda, fake_driver, install, working_driver
 
 ROOT = Path(__file__).resolve().parent.parent
 # What cuda.py takes from pycuda.driver, and the driver calls behind it; every one is in CUDA 8.0 (most in 4.0).
@@ -28,112 +28,6 @@ DRIVER_NAMES = {
     "memcpy_dtod_async": "cuMemcpyDtoDAsync", "module_from_buffer": "cuModuleLoadDataEx, cuModuleGetFunction, cuLaunchKernel",
     "Error": "", "MemoryError": "",
 }
-
-
-def fake_driver(**replaced: Any) -> types.ModuleType:
-    """A pycuda.driver with one old card; `replaced` overrides its names."""
-    module = types.ModuleType("pycuda.driver")
-    module.Error = type("Error", (Exception,), {})
-    module.MemoryError = type("MemoryError", (module.Error,), {})
-
-    class Card:
-        def __init__(self, ordinal: int) -> None: ...
-
-        def name(self) -> str:
-            return "Old Card"
-
-        def compute_capability(self) -> tuple[int, int]:
-            return 1, 3
-
-    Card.count = staticmethod(lambda: 1)
-    module.Device, module.init = Card, lambda: None
-    for name, value in replaced.items():
-        setattr(module, name, value)
-    return module
-
-
-class FakeAllocation:
-    """Device memory that is host memory. pycuda frees what nobody holds any more; `freed` counts that too."""
-
-    freed = 0
-
-    def __init__(self, nbytes: int) -> None:
-        self.memory = np.zeros(nbytes, np.uint8)
-
-    def __int__(self) -> int:
-        return self.memory.ctypes.data
-
-    def free(self) -> None:
-        FakeAllocation.freed += 1
-
-    def __del__(self) -> None:
-        self.free()
-
-
-class FakeHandle:
-    """A stream, an event, a context, or a card, all idle."""
-
-    fault: Exception | None = None
-    destroyed = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args: None
-
-    def synchronize(self) -> None:
-        if FakeHandle.fault:
-            raise FakeHandle.fault
-
-    def __del__(self) -> None:
-        FakeHandle.destroyed += 1
-
-
-def working_driver() -> types.ModuleType:
-    """A pycuda.driver whose card is host memory; it runs no kernels."""
-
-    class Card(FakeHandle):
-        count = staticmethod(lambda: 1)
-        multiprocessor_count = 14
-
-        def __init__(self, ordinal: int) -> None: ...
-
-        def name(self) -> str:
-            return "Fake Card"
-
-        def compute_capability(self) -> tuple[int, int]:
-            return 2, 0
-
-        def total_memory(self) -> int:
-            return 1 << 20
-
-        def retain_primary_context(self) -> FakeHandle:
-            return FakeHandle()
-
-    def mem_alloc(nbytes: int) -> FakeAllocation:
-        if nbytes > 1 << 20:
-            raise driver.MemoryError("cuMemAlloc failed: out of memory")
-        return FakeAllocation(nbytes)
-
-    driver = fake_driver(
-        Device=Card, Stream=FakeHandle, Event=FakeHandle, mem_alloc=mem_alloc, mem_get_info=lambda: (1 << 19, 1 << 20),
-        memcpy_htod_async=lambda to, array, stream: ctypes.memmove(to, array.ctypes.data, array.nbytes),
-        memcpy_dtoh_async=lambda array, come, stream: ctypes.memmove(array.ctypes.data, come, array.nbytes),
-        memset_d8_async=lambda to, value, nbytes, stream: ctypes.memset(to, value, nbytes))
-    return driver
-
-
-class FakeLibcuda:
-    """cuMemHostRegister that answers `status`."""
-
-    status = 0
-    locked = 0
-
-    def cuMemHostRegister_v2(self, address: Any, nbytes: Any, flags: Any) -> int:
-        FakeLibcuda.locked += not FakeLibcuda.status
-        return FakeLibcuda.status
-
-    def cuMemHostUnregister(self, address: Any) -> int:
-        FakeLibcuda.locked -= 1
-        return 0
 
 
 def test_the_cuda_device_passes_calls_on_and_names_failures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,13 +89,6 @@ def test_after_a_fault_nothing_is_freed(fault: bool, monkeypatch: pytest.MonkeyP
     assert FakeHandle.destroyed - destroyed == (2 if fault else 3)  # card, context and, without a fault, the stream
 
 
-def install(monkeypatch: pytest.MonkeyPatch, driver: types.ModuleType) -> None:
-    package = types.ModuleType("pycuda")
-    package.driver = driver
-    monkeypatch.setitem(sys.modules, "pycuda", package)
-    monkeypatch.setitem(sys.modules, "pycuda.driver", driver)
-
-
 def refusal(**options: Any) -> str:
     with pytest.raises(DeviceError) as caught:
         open_device("cuda", **options)
@@ -248,6 +135,21 @@ def test_a_wrong_cublas_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     with pytest.raises(DeviceError, match="NVIDIA_TF32_OVERRIDE=1 makes cuBLAS round to TF32"):
         cublas.Cublas()
+
+
+def test_a_device_without_a_vendors_library_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, working_driver())
+    monkeypatch.setenv("FERMI_CUBLAS", "libm.so.6")
+    device = cuda.CudaDevice()
+    buffer = device.alloc(64)
+    for _ in range(2):
+        with pytest.raises(DeviceError, match="the vendor's sgemm is not available: ") as caught:
+            device.vendor()
+        assert "libm.so.6 is no cuBLAS: it lacks cublasCreate_v2" in str(caught.value)
+        assert "FERMI_CUBLAS names a library" in str(caught.value)
+        assert "\n" not in str(caught.value)
+    device.memset(buffer, 0, 64, device.stream("test"))
+    device.close()
 
 
 def test_a_cublas_status_names_shape_and_code() -> None:

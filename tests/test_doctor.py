@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from fermi_engine import cli, doctor
-from fermi_engine.kernels import dispatch
+from fermi_engine.errors import DeviceError
+from fermi_engine.kernels import dispatch, gpu
+from fermi_engine.kernels.emulated import EmulatedDevice
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINE = {
@@ -189,6 +191,26 @@ def test_missing_packages_come_with_their_remedy(monkeypatch: pytest.MonkeyPatch
     present |= {"pycuda", "uvicorn"}
     monkeypatch.setattr(doctor, "_loads", lambda library: True)
     assert doctor.examine().missing == []
+
+
+def test_whose_products_the_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "open_device", lambda kind: EmulatedDevice())
+    facts = doctor.examine().facts
+    assert facts["GPU"].startswith("emulated sm_20")
+    assert facts["GPU products"].startswith("own kernels unless asked for others")
+    assert "--gemm vendor takes NumPy" in facts["GPU products"]
+
+    def none(self: EmulatedDevice) -> str:
+        raise DeviceError("the vendor's sgemm is not available: none is installed")
+
+    monkeypatch.setattr(EmulatedDevice, "vendor", none)
+    monkeypatch.setattr(EmulatedDevice, "facts", lambda self: {"device": self.name})
+    assert doctor.examine().facts["GPU products"].endswith("the vendor's sgemm is not available: none is installed")
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "pycuda", None)
+    facts = doctor.examine().facts
+    assert facts["GPU"].startswith("none (the CUDA device needs pycuda")
+    assert "GPU products" not in facts
 
 
 def test_an_unwritable_cache_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

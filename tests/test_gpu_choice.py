@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from fermi_engine import Engine, EngineConfig, SamplingParams, cli, gpu_choice, gpu_cost
 from fermi_engine.cli_generate import parse_bytes
-from fermi_engine.errors import DeviceError, RequestError
+from fermi_engine.errors import ConfigError, DeviceError, RequestError
 from fermi_engine.gpu_cost import Cost
 from fermi_engine.gpu_report import busy
+from fermi_engine.kernels import selftest
 from fermi_engine.kernels.emulated import EmulatedDevice
+from tests.fake_cuda import fake_driver, install, working_driver
 from tests.gpu_cases import LENGTH, engines, fresh, hybrid, ids_for, packs
 
 
@@ -84,6 +88,77 @@ def test_the_command_line(packs, capsys):
     assert "70000 are allowed: raise --vram" in capsys.readouterr().err
     assert cli.run([*argv, "much"]) == cli.MISTAKE
     assert "--vram 'much' is not a size" in capsys.readouterr().err
+
+
+def no_pycuda(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(sys.modules, "pycuda", None)
+
+
+def no_driver(patch: pytest.MonkeyPatch) -> None:
+    install(patch, driver := fake_driver())
+
+    def fail() -> None:
+        raise driver.Error("cuInit failed: no CUDA-capable device is detected")
+
+    driver.init = fail
+
+
+def old_card(patch: pytest.MonkeyPatch) -> None:
+    install(patch, fake_driver())
+
+
+def wrong_cublas(patch: pytest.MonkeyPatch) -> None:
+    install(patch, working_driver())
+    patch.setattr(selftest, "check", lambda device: None)  # this card runs no kernels
+    patch.setenv("FERMI_CUBLAS", "libm.so.6")
+
+
+def failing(kind: str, nth: int) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        device = EmulatedDevice()
+        device.faults.fail(kind, nth)
+        patch.setattr(gpu_choice, "open_device", lambda kind: device)
+
+    return plant
+
+
+@pytest.mark.parametrize(("plant", "text"), [
+    (no_pycuda, "the CUDA device needs pycuda, which does not load"),
+    (no_driver, "no usable NVIDIA driver (cuInit failed: no CUDA-capable device is detected)"),
+    (old_card, "Old Card has compute capability 1.3; 2.0 is the floor"),
+    (wrong_cublas, "libm.so.6 is no cuBLAS: it lacks cublasCreate_v2; FERMI_CUBLAS names a library"),
+    (failing("alloc", 2), "alloc of "), (failing("launch", 1), "launch of rope_tables"), (failing("copy", 9), "copy of "),
+])
+def test_every_failure_is_one_line_and_offers_the_cpu(packs, capsys, monkeypatch, plant, text):
+    argv = ["generate", "-m", str(packs["trained"]), "--ids", ",".join(map(str, range(40, 90))), "-n", "3", "--ignore-eos",
+            "-t", "1", "--gemm", "vendor", "--prefill"]
+    assert cli.run([*argv, "cpu"]) == 0
+    right = capsys.readouterr().out
+    plant(monkeypatch)
+    assert cli.run([*argv, "gpu"]) == cli.MISTAKE
+    said = capsys.readouterr()
+    errors = [line for line in said.err.splitlines() if "error" in line]
+    assert said.out == ""
+    assert len(errors) == 1
+    assert text in errors[0]
+    assert "--prefill cpu" in errors[0]
+    assert said.err.rstrip().endswith(errors[0])
+    plant(monkeypatch)
+    assert cli.run([*argv, "auto"]) == 0
+    said = capsys.readouterr()
+    warnings = [line for line in said.err.splitlines() if "warning" in line]
+    assert said.out == right
+    assert len(warnings) == 1
+    assert text in warnings[0]
+    assert warnings[0].endswith("the CPU does all prefill from here on")
+
+
+def test_the_engine_says_whose_products_it_takes(packs):
+    for options, expected in (({}, None), ({"prefill": "gpu"}, "own"), ({"prefill": "auto", "gemm": "vendor"}, "vendor")):
+        engine = Engine.load(packs["trained"], config=EngineConfig(threads=1, device="emulated", **options))
+        assert engine.gpu_gemm == expected
+    with pytest.raises(ConfigError, match="gemm = 'cublas'; choose 'own' or 'vendor'"):
+        EngineConfig(gemm="cublas")
 
 
 @pytest.mark.parametrize(("text", "count"), [("6GiB", 6 << 30), ("500MB", 500_000_000), ("1.5 KiB", 1536), ("7", 7),

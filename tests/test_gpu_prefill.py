@@ -19,11 +19,10 @@ from fermi_engine.kernels.schedule import EmulatedStream
 from fermi_engine.model.gpu_layers import Activations, BlockOnDevice, Kernels
 from fermi_engine.model.gpu_weights import DenseWeights, ExpertWeights
 from tests import hf
-from tests.gpu_cases import LENGTH, engines, fresh, hybrid, ids_for, outcome, packs, plain, run
+from tests.gpu_cases import LENGTH, NOISE_DRAWS, cpu_run, engines, fresh, hybrid, ids_for, outcome, packs, plain, run
 from tools import dump_reference
 from tools.lab import timeline_svg
 
-NOISE_DRAWS = 4
 SEEDS = range(200)
 
 
@@ -79,29 +78,6 @@ def one_layer(engine: Engine, device: EmulatedDevice, block: BlockOnDevice, laye
         device.h2d(memory, experts.host, stream)
         block.routed(*experts.within(memory))
     block.finish()
-
-
-def cpu_run(engine: Engine, ids: np.ndarray, seed: int | None = None) -> dict[str, np.ndarray]:
-    """Last hidden row and state of the CPU path; with a seed each layer's input is moved by one unit in the last place."""
-    state, layers = fresh(engine), engine.decoder.layers
-    generator = np.random.default_rng(seed)
-
-    def moved(forward: Any) -> Any:
-        def call(k: Any, x: np.ndarray, *rest: Any) -> np.ndarray:
-            step = generator.integers(-1, 2, x.shape)
-            towards = np.where(step == 0, x, np.where(step > 0, np.float32(np.inf), np.float32(-np.inf)))
-            return forward(k, np.nextafter(x, towards), *rest)
-        return call
-
-    if seed is not None:
-        for layer in layers:
-            layer.forward = moved(layer.forward)
-    try:
-        hidden = engine.decoder.hidden(ids, state)
-    finally:
-        for layer in layers:
-            vars(layer).pop("forward", None)
-    return {**state.arrays(), "hidden": hidden[-1:]}
 
 
 @pytest.mark.parametrize("name", ["moe", "moe-q8_0", "dense", "trained"])

@@ -66,7 +66,7 @@ def load(name: str) -> ctypes.CDLL:
 def _working_library(handle: ctypes.c_void_p) -> tuple[ctypes.CDLL, str]:
     """The first library that makes a handle on this card."""
     if os.environ.get("NVIDIA_TF32_OVERRIDE") == "1":
-        raise DeviceError("NVIDIA_TF32_OVERRIDE=1 makes cuBLAS round to TF32; unset it, or use the engine's own GEMM")
+        raise DeviceError("NVIDIA_TF32_OVERRIDE=1 makes cuBLAS round to TF32; unset it, or take --gemm own")
     forced = os.environ.get("FERMI_CUBLAS")
     reasons = []
     for name in [forced] if forced else NAMES:
@@ -81,5 +81,5 @@ def _working_library(handle: ctypes.c_void_p) -> tuple[ctypes.CDLL, str]:
         return library, name
     found = [reason for reason in reasons if "cannot be loaded" not in reason or forced]
     why = "; ".join(found) or f"none of {', '.join(NAMES)} is installed"
-    raise DeviceError(f"the vendor's sgemm is not available: {why}; FERMI_CUBLAS names a library, and the engine's own GEMM "
-                      "needs none")
+    raise DeviceError(f"the vendor's sgemm is not available: {why}; FERMI_CUBLAS names a library, and the engine's own products "
+                      "(--gemm own) need none")
