@@ -53,15 +53,16 @@ class Bench:
         array.download(self.device, out, self.stream)
         return out
 
-    def seconds(self, call: Callable[[], None]) -> float:
+    def seconds(self, call: Callable[[], None], ahead: int = 1) -> float:
         """Median over the runs, two more before them.
 
-        The device is given something else to do while the host queues the call: no launch waits for Python.
+        The device is given something else to do, `ahead` times, while the host queues the call: no launch waits for Python.
         """
         times = []
         for _ in range(self.runs + 2):
             begin, end = self.device.event(), self.device.event()
-            self.device.memset(self.ahead, 0, self.ahead.nbytes, self.stream)
+            for _ in range(ahead):
+                self.device.memset(self.ahead, 0, self.ahead.nbytes, self.stream)
             begin.record(self.stream)
             call()
             end.record(self.stream)
