@@ -45,10 +45,13 @@ class DeviceState:
         self.end, self._states = end, states
         delta, cache = _layouts(c, end)
         rows = {**({} if states is None else delta.within(states)), **({} if kv is None else cache.within(kv))}
-        self.layers: list[DeltaOnDevice | DeviceCache] = []
-        for layer, kind in enumerate(c.layer_types):
-            arrays = {name.partition(".")[2]: array for name, array in rows.items() if name.startswith(f"{layer}.")}
-            self.layers.append(DeviceCache(**arrays) if kind == "full_attention" else DeltaOnDevice.of(arrays))
+        parts: list[dict[str, DeviceArray]] = [{} for _ in c.layer_types]
+        for name, array in rows.items():
+            layer, _, part = name.partition(".")
+            parts[int(layer)][part] = array
+        self.layers: list[DeltaOnDevice | DeviceCache] = [
+            DeviceCache(**arrays) if kind == "full_attention" else DeltaOnDevice.of(arrays)
+            for arrays, kind in zip(parts, c.layer_types, strict=True)]
 
     @staticmethod
     def nbytes(c: ModelConfig, end: int) -> tuple[int, int]:
@@ -150,27 +153,27 @@ class Fetch:
 
     def finish(self, kernels: CpuKernels) -> Callable[[], None]:
         """Wait for the copies, layer by layer; the function returned puts all into the host's state and moves it on. Staging
-        must stay as it is until that has been called."""
+        must stay as it is until that has been called. Keys and values go into place at once, behind the state's position, where
+        nobody reads before it moves on."""
         kept, chunks = self._host
         self._state.reserve(self._source.end)  # here, where the device is still at work
         own = self._chunks.over(np.empty(self._chunks.end, np.uint8))  # in one piece: huge pages
-        fetched: list[tuple[np.ndarray, np.ndarray]] = []
-        for layer, event in enumerate(self._events):
+        start, fetched = np.array([self._start], np.int64), []
+        for layer, (host, event) in enumerate(zip(self._state.layers, self._events, strict=True)):
             event.synchronize()
-            names = ("k", "v") if f"{layer}.k" in kept else ("conv", "final")
-            parts = [kept[f"{layer}.{name}"] for name in names]
-            fetched.append(tuple(np.ascontiguousarray(part.transpose(1, 0, 2)) if names[0] == "k" else part for part in parts))
+            if isinstance(host, KVPages):
+                rows = (np.ascontiguousarray(kept[f"{layer}.{name}"].transpose(1, 0, 2)) for name in "kv")
+                kernels.kv_append(host, start, *rows)
+            else:
+                fetched += [(host.conv, kept[f"{layer}.conv"]), (host.recurrent, kept[f"{layer}.final"])]
             for name in [name for name in own if name.startswith(f"{layer}.")]:
                 own[name][...] = chunks[name]
-        return lambda: self._commit(kernels, fetched, own)
+        return lambda: self._commit(fetched, own)
 
-    def _commit(self, kernels: CpuKernels, fetched: list[tuple[np.ndarray, np.ndarray]], own: dict[str, np.ndarray]) -> None:
-        state, start = self._state, np.array([self._start], np.int64)
-        for host, (first, second) in zip(state.layers, fetched, strict=True):
-            if isinstance(host, KVPages):
-                kernels.kv_append(host, start, first, second)
-            else:
-                host.conv[...], host.recurrent[...] = first, second
+    def _commit(self, fetched: list[tuple[np.ndarray, np.ndarray]], own: dict[str, np.ndarray]) -> None:
+        state = self._state
+        for target, source in fetched:
+            target[...] = source
         layers: dict[int, dict[str, np.ndarray]] = {}
         for name, array in own.items():
             layer, _, part = name.partition(".")

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from fermi_engine.formats import Matrix
+from fermi_engine.kernels.device_arrays import DeviceArray, DeviceMatrix
 from fermi_engine.kernels.emulated import EmulatedDevice
+from fermi_engine.kernels.gpu import DeviceBuffer
+from fermi_engine.kernels.gpu_kernels import GpuKernels
 
 TILES = {"": (64, 128, 256), "_small": (32, 64, 128), "_any": (64, 64, 256)}  # rows, cols, block
 FORMATS = ("q4_0", "q8_0")
@@ -170,3 +173,28 @@ def test_many_hits(runner):
                        hits=np.array([600], np.int32), tile_rows=32)
     assert tiles[0] == len(expected)
     assert [tuple(t) for t in tiles[1:].reshape(-1, 2)] == expected
+
+
+class Noted:
+    """A device that runs nothing and says what was launched last."""
+
+    multiprocessors = 132
+
+    def launch(self, entry, *args, **more):
+        self.entry = entry
+
+
+# The faster tile as tools/lab/vendor_gemm.py timed both on an H200; for a C2075, whose 14 multiprocessors are easier to
+# fill, what its count of tiles says.
+@pytest.mark.parametrize(("multiprocessors", "m", "n", "small"), [
+    (132, 947, 1, True), (132, 947, 128, True), (132, 947, 512, True), (132, 947, 2048, False), (132, 947, 8192, False),
+    (14, 947, 1, True), (14, 947, 128, True), (14, 947, 512, False), (14, 947, 8192, False), (14, 64, 8192, False),
+    (14, 64, 512, True), (1, 128, 256, False), (1, 1, 1, True)])
+def test_the_tile_follows_from_the_busiest_multiprocessor(multiprocessors, m, n, small):
+    device = Noted()
+    stored = DeviceArray.within(DeviceBuffer(1 << 20, 1 << 30, "w"), (ceil(n, 8) * 2 * 144,), np.uint8)
+    matrix = DeviceMatrix("q4_0", n, 64, stored)
+    x, y = (DeviceArray.within(DeviceBuffer(1 << 31, 1 << 30, "x"), shape) for shape in ((m, 64), (m, n)))
+    GpuKernels(device, None, multiprocessors).gemm(x, matrix, y)
+    assert device.entry == ("gemm_q4_0_small" if small else "gemm_q4_0")
+    assert GpuKernels(device, None).multiprocessors == 132

@@ -418,7 +418,7 @@ def test_steps_do_not_depend_on_the_cut(device: Device) -> None:
 
 @pytest.mark.parametrize("format", ["f32", "q4_0", "q8_0"])
 @pytest.mark.parametrize("multiprocessors", [1, 1000])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 32), (5, 33, 64), (70, 130, 96)])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 32), (5, 33, 64), (70, 130, 96), (125, 250, 32)])
 def test_gemm(device: Device, format: str, multiprocessors: int, m: int, n: int, k: int) -> None:
     """In a column of a wider result and from picked rows; every tile gives the same bits."""
     d, lab = Draws(m), Lab(device, 0, multiprocessors)

@@ -25,6 +25,7 @@ MAX_DIM = 128  # of a head of the delta rule
 PASS_BLOCK = 128  # threads of gdn_chunk_pass
 # Of a product: rows and columns of a tile, threads.
 LARGE_TILE, SMALL_TILE, ANY_TILE = (64, 128, 256), (32, 64, 128), (64, 64, 256)
+SMALL_TILE_COST = 1.15  # of an element, where one in a large tile costs 1
 
 
 @dataclass
@@ -106,13 +107,13 @@ class GpuKernels:
                      w.data.nbytes + x.nbytes + 4.0 * m * w.rows)
 
     def _gemm_tile(self, m: int, x: DeviceArray, w: DeviceMatrix) -> tuple[str, tuple[int, int, int]]:
-        """Entry and tile: small ones where large ones would leave multiprocessors without work."""
+        """Entry and tile: the one that keeps the busiest multiprocessor for less time."""
         name = f"gemm_{w.format}"
         if w.format == "f32" and (w.cols % 16 or x.address % 16 or w.address % 16):
             return f"{name}_any", ANY_TILE
         _aligned(name, x)
-        tiles = -(-m // LARGE_TILE[0]) * -(-w.rows // LARGE_TILE[1])
-        return (f"{name}_small", SMALL_TILE) if 4 * tiles < 3 * self.multiprocessors else (name, LARGE_TILE)
+        large, small = (_tile_time(m, w.rows, tile, self.multiprocessors) for tile in (LARGE_TILE, SMALL_TILE))
+        return (f"{name}_small", SMALL_TILE) if SMALL_TILE_COST * small < large else (name, LARGE_TILE)
 
     def grouped_tiles(self, first: DeviceArray, hits: DeviceArray, tiles: DeviceArray, tile_rows: int) -> None:
         """The tile list for grouped_gemm: first int32 [hits + 1], hits int32 [1] -> tiles int32 [1 + 2 * bound].
@@ -302,6 +303,12 @@ class GpuKernels:
         self._launch("gdn_chunk_pass", (dv // SLAB, heads), PASS_BLOCK, args,
                      2.0 * rows * heads * (3 * dk + CHUNK) * dv,
                      8.0 * rows * heads * (dk + dv + CHUNK) + 2 * args["state"].nbytes)
+
+
+def _tile_time(m: int, n: int, tile: tuple[int, int, int], multiprocessors: int) -> int:
+    """Elements that the busiest multiprocessor computes, empty ones included."""
+    tiles = -(-m // tile[0]) * -(-n // tile[1])
+    return -(-tiles // multiprocessors) * tile[0] * tile[1]
 
 
 def product_fits(x: DeviceArray, w: DeviceMatrix, out: DeviceArray, column: int,
