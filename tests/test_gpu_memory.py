@@ -43,12 +43,14 @@ class Metered(EmulatedDevice):
 def test_the_peak_is_what_the_device_handed_out_and_the_plan_said(engines):
     engine = engines["moe"]
     least = hybrid(engine, token_block=64).plan(0, 300)
+    right = {tokens: run(engine, ids_for(engine, tokens)) for tokens in (20, 300, 100)}
     floor = least.total - sum(nbytes for name, nbytes in least.sizes.items() if ", layer" in name)
     for vram in range(floor + 200_000, least.total + 100_000, 70_000):
         device = Metered()
         prefill = hybrid(engine, device, vram=vram)
-        for tokens in (20, 300, 100):
-            prefill.run(ids_for(engine, tokens), fresh(engine))
+        for tokens in right:  # what the longest pushes out has to come back
+            state = fresh(engine)
+            assert outcome(prefill.run(ids_for(engine, tokens), state), state) == right[tokens]
             assert prefill.ledger.used == device.total_bytes - device.free_bytes
             held, sizes = prefill.ledger.held(), prefill.last.plan.sizes
             assert held.keys() == sizes.keys()
@@ -56,6 +58,20 @@ def test_the_peak_is_what_the_device_handed_out_and_the_plan_said(engines):
         assert prefill.ledger.peak == device.most <= vram
         prefill.close()
         assert device.free_bytes == device.total_bytes
+
+
+def test_weights_that_a_failed_call_pushed_out_come_back(engines):
+    """A long prompt takes the room of resident layers, and then gets none of its own."""
+    engine, device = engines["moe"], EmulatedDevice()
+    prefill = hybrid(engine, device, vram=hybrid(engine).plan(0, 300).total - 1)
+    ids = ids_for(engine, 20)
+    before = prefill.run(ids, fresh(engine))
+    assert prefill.last.plan.resident == 4 > prefill.plan(0, 300).resident
+    device.faults.fail("alloc")
+    with pytest.raises(DeviceMemoryError, match="injected"):
+        prefill.run(ids_for(engine, 300), fresh(engine))
+    assert len([name for name in prefill.ledger.held() if ", layer" in name]) < 4
+    np.testing.assert_array_equal(prefill.run(ids, fresh(engine)), before)
 
 
 def test_what_does_not_fit_is_refused_before_any_work(engines):
@@ -113,5 +129,6 @@ def test_an_interrupt_frees_the_device(engines):
         prefill.run(ids_for(engine), state, stop)
     assert prefill.ledger.held() == prefill.plan(0, len(ids_for(engine))).sizes
     assert state.position == 0
-    state = fresh(engine)
-    assert outcome(prefill.run(ids_for(engine), state), state) == run(engine, ids_for(engine))
+    for length in (200, 150):  # the longer one gives buffers back, which must not be in use any more
+        state, ids = fresh(engine), ids_for(engine, length)
+        assert outcome(prefill.run(ids, state), state) == run(engine, ids)

@@ -235,6 +235,12 @@ def test_every_schedule_gives_the_same_bits(small, monkeypatch):
     assert wrong(small, SEEDS, lambda seed: EmulatedDevice(seed=seed), vram=vram) == 0
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_blocks_give_the_same_bits_in_every_schedule(engines, plain, seed):
+    """The host fills the same memory with each block's embedding rows."""
+    assert run(engines["moe"], ids_for(engines["moe"]), EmulatedDevice(seed=seed), token_block=64) == plain["moe"]
+
+
 # On stream `compute` wait 0 is for the first layer's experts, on `copies` waits 0 and 1 find fresh slots and wait 2 the first
 # slot in use, on `results` wait 1 is for the second layer.
 @pytest.mark.parametrize(("stream", "nth"), [("compute", 0), ("compute", 2), ("copies", 2), ("results", 1)])

@@ -57,6 +57,20 @@ GPU_PREFILL = (
         f"{_TESTS}test_prefill_goes_on_after_cpu_decode",
     ),
     Fault(
+        "embedding rows replaced before they are copied",
+        "fermi_engine/gpu_prefill.py",
+        "        self.uploaded.synchronize()  # the block before is out of the staging memory\n",
+        "",
+        f"{_TESTS}test_blocks_give_the_same_bits_in_every_schedule",
+    ),
+    Fault(
+        "resident weights looked for in a buffer that came later",
+        "fermi_engine/gpu_prefill.py",
+        "if layer in self._resident and self._resident[layer][0] is buffer:",
+        "if layer in self._resident:",
+        "test:tests/test_gpu_memory.py::test_weights_that_a_failed_call_pushed_out_come_back",
+    ),
+    Fault(
         "a ledger without a limit",
         "fermi_engine/placement.py",
         "if self.used + rounded(nbytes) > self.limit:",
