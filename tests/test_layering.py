@@ -31,6 +31,8 @@ TIERS = (
     ("gpu_cost",),
     ("gpu_choice",),
     ("engine", "runs"),
+    ("stage_cpu",),
+    ("stage_limits",),
     ("doctor", "info", "stages", "against"),
     ("verify", "cli_files", "cli_generate"),
     ("cli_verify", "bench"),

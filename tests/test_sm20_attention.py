@@ -229,7 +229,7 @@ def test_nan_shows_in_every_row_that_sees_it(kernels: Kernels, position: int) ->
 
 
 def route_case(logits: np.ndarray, k: int) -> Case:
-    """Of weight * (1 + |l - l_first|): see chosen_softmax in fermi_engine/stages.py."""
+    """Of weight * (1 + |l - l_first|): see chosen_softmax in fermi_engine/stage_limits.py."""
     ids, weights = (x.numpy() for x in ref_moe.route(torch.from_numpy(logits).double(), k))
     best = np.take_along_axis(logits.astype(np.float64), ids, 1)
     return Case({}, {"ids": ids.astype(np.int32), "weights": weights}, {"weights": weights * (1 + best[:, :1] - best)})

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import sources_from
 
-from fermi_engine import stages
+from fermi_engine import stage_limits as limits
 from fermi_engine.compare import All, Arrays, Case, Exact, Rounding, Rule, TwiceReference, Ulp
 from fermi_engine.errors import DeviceError
 from fermi_engine.formats import FORMATS, Matrix
@@ -29,12 +29,13 @@ from fermi_engine.kernels.gpu import Device, open_device
 from fermi_engine.kernels.gpu_kernels import CHUNK, LARGE_TILE, SMALL_TILE, GpuKernels, OpenChunk, gdn_chunk_scratch
 from reference import gated_delta_rule as gdn
 from tests import strategies as draw
+from tests.kernel_references import delta_rule
 from tests.oracle import Oracle, Tensors
-from tests.stages import ORACLES, _delta_rule
+from tests.stages import ORACLES
 from tests.strategies import Draws
 from tests.test_device import no_cuda
 
-# csrc/sm20/math.cuh states these; tests/test_emulator.py holds them. The other counts are those of stages.py with them.
+# csrc/sm20/math.cuh states these; tests/test_emulator.py holds them. The other counts are those of stage_limits.py with them.
 EXP_ULP, LOG1P_ULP, SIN_ULP, COS_ULP = 0.97, 0.5001, 0.502, 0.502
 LOGISTIC = 2 * EXP_ULP + 2
 SILU = LOGISTIC + 1
@@ -208,7 +209,7 @@ def _gdn_chunk(lab: Lab, a: Arrays, cuts: tuple[int, ...] = (), at_once: int = 1
 def _delta_form(a: Tensors, dtype: torch.dtype) -> Tensors:
     """The truth token by token; in float32 torch's own chunked form is what the chunked kernels are held against."""
     if dtype == torch.float64:
-        return _delta_rule(a, dtype)
+        return delta_rule(a, dtype)
     names = ("q", "k", "v", "g", "beta", "state")
     q, k, v, g, beta, state = (a[name].to(dtype) for name in names)
     heads, _, width = state.shape
@@ -225,12 +226,12 @@ def _picked_floats(d: Draws, rows: int, n: int, first: int) -> Arrays:
 _dims = st.sampled_from((32, 64, 96, 128))
 _delta = {"k_heads": st.integers(1, 2), "ratio": st.integers(1, 3), "dk": _dims, "dv": _dims,
           "column": st.integers(0, 3), "edge": st.sampled_from(("keep", "forget", *draw.EDGES))}
-STEP = Oracle(draw.delta_operands, {"tokens": st.sampled_from((1, 2, 7, 33)), **_delta}, {}, _delta_rule)
+STEP = Oracle(draw.delta_operands, {"tokens": st.sampled_from((1, 2, 7, 33)), **_delta}, {}, delta_rule)
 CHUNKED = Oracle(draw.delta_operands, {"tokens": st.sampled_from((1, 2, 3, 4, 5, 63, 64, 65, 129)), **_delta}, {},
                  _delta_form)
 FLOAT_ROWS = Oracle(_picked_floats, {"rows": st.integers(1, 20), "n": draw.lengths, "first": st.integers(0, 19)}, {},
                     lambda a, dtype: {"rows": a["w"][int(a["first"]) :], "picked": a["w"][a["ids"].long()]})
-DELTA_RULE = All(o=TwiceReference(DELTA_STEP, stages.read_size), state=TwiceReference(DELTA_STEP, stages.value_size))
+DELTA_RULE = All(o=TwiceReference(DELTA_STEP, limits.read_size), state=TwiceReference(DELTA_STEP, limits.value_size))
 
 
 def conv_silu(a: Arrays) -> float:
@@ -240,11 +241,11 @@ def conv_silu(a: Arrays) -> float:
 
 OPS: Mapping[str, tuple[Oracle, Compute, Rule]] = {
     "add": (ORACLES["add"], _add, Exact()),
-    "swiglu": (ORACLES["swiglu"], _swiglu, Rounding(1 + SILU, stages.up_gain)),
-    "sigmoid_mul": (ORACLES["sigmoid_mul"], _sigmoid_mul, Rounding(LOGISTIC + 1, stages.x_gain)),
-    "rms_norm": (ORACLES["rms_norm"], _rms_norm, TwiceReference(stages.NORM)),
-    "gated_rms_norm": (ORACLES["gated_rms_norm"], _gated_rms_norm, TwiceReference(stages.NORM + SILU)),
-    "l2_norm": (ORACLES["l2_norm"], _l2_norm, TwiceReference(stages.NORM)),
+    "swiglu": (ORACLES["swiglu"], _swiglu, Rounding(1 + SILU, limits.up_gain)),
+    "sigmoid_mul": (ORACLES["sigmoid_mul"], _sigmoid_mul, Rounding(LOGISTIC + 1, limits.x_gain)),
+    "rms_norm": (ORACLES["rms_norm"], _rms_norm, TwiceReference(limits.NORM)),
+    "gated_rms_norm": (ORACLES["gated_rms_norm"], _gated_rms_norm, TwiceReference(limits.NORM + SILU)),
+    "l2_norm": (ORACLES["l2_norm"], _l2_norm, TwiceReference(limits.NORM)),
     "gdn_gates": (ORACLES["gdn_gates"], _gdn_gates, All(g=Rounding(GATES), beta=Rounding(LOGISTIC))),
     "conv1d_silu": (ORACLES["conv1d_silu"], _conv1d_silu, All(y=Rounding(conv_silu), tail=Exact())),
     "rope_tables": (ORACLES["rope_tables"], _rope_tables, All(cos=Ulp(COS_ULP), sin=Ulp(SIN_ULP))),

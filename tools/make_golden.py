@@ -36,8 +36,8 @@ from tests.stages import ORACLES  # noqa: E402
 SEED = 20
 MAX_BYTES = 1_000_000
 # Where truths and golden inputs come from.
-SOURCES = ("reference", "tools", "tests/stages.py", "tests/model_stages.py", "tests/oracle.py", "tests/strategies.py",
-           "tests/tiny_models.py")
+SOURCES = ("reference", "tools", "tests/stages.py", "tests/kernel_references.py", "tests/model_stages.py", "tests/oracle.py",
+           "tests/strategies.py", "tests/tiny_models.py")
 # Float64 sums in another order: a relative difference far above 2^-53 times their length, far below float32's 2^-24.
 DOUBLE = 1e-10
 
