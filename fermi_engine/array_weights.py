@@ -39,12 +39,16 @@ class ArrayWeights:
 
     def matrix(self, name: str) -> Matrix:
         """A matrix [rows, cols] in the format it is given in."""
-        return _matrix(*self._stored(name))
+        return matrix_of(*self._stored(name))
 
     def experts(self, layer: int) -> tuple[Experts, Experts]:
-        """gate_up [2I, H] and down [H, I] of all experts of a layer."""
+        """gate_up [2I, H] and down [H, I] of all experts of a layer, the two of an expert side by side, as packs hold them."""
         pair = [self._stored(f"layers.{layer}.mlp.experts.{part}") for part in ("gate_up_proj", "down_proj")]
-        gate_up, down = (Experts.join([_matrix(format, one) for one in array]) for format, array in pair)
+        parts = [[matrix_of(format, one) for one in array] for format, array in pair]
+        data = np.concatenate([one.data.reshape(-1).view(np.uint8) for both in zip(*parts, strict=True) for one in both])
+        stride, starts = len(data) // len(parts[0]), (0, parts[0][0].nbytes)
+        gate_up, down = (Experts(one.format, len(parts[0]), one.rows, one.cols, stride, data[start:])
+                         for (one, *_), start in zip(parts, starts, strict=True))
         return gate_up, down
 
     def _stored(self, name: str) -> tuple[str, np.ndarray]:
@@ -56,7 +60,8 @@ class ArrayWeights:
         return format, self._arrays[f"{name}.{format}"]
 
 
-def _matrix(format: str, array: np.ndarray) -> Matrix:
+def matrix_of(format: str, array: np.ndarray) -> Matrix:
+    """float32 [rows, cols], or plain uint8 rows of another format, as kernels read them."""
     if format == "f32":
         return Matrix.from_f32(np.ascontiguousarray(array), format)
     row = FORMATS[format]

@@ -262,7 +262,8 @@ def generate(
 def verify(
     stage: Annotated[list[str] | None, typer.Option(metavar="NAME", show_default=False,
                                                     help="Only this stage. Repeatable.")] = None,
-    backend: Backend = None,
+    backend: Annotated[str | None, typer.Option(metavar="B", show_default=False,
+                                                help="Force one: avx2, ssse3, scalar; emulated, cuda: GPU kernels.")] = None,
     model: Annotated[Path | None, typer.Option("--model", "-m", metavar="M", show_default=False,
                                                help="With --against: the model to compare.")] = None,
     against: Annotated[Path | None, typer.Option(metavar="DUMP", show_default=False,
@@ -273,7 +274,8 @@ def verify(
 ) -> None:
     """Check every stage against stored results of the reference.
 
-    On every backend this CPU runs, or the forced one. Exit status 1: a stage failed.
+    On every backend this CPU runs, or the forced one; `emulated` runs the GPU's kernels on the CPU, `cuda` on the card.
+    Exit status 1: a stage failed.
     """
     _check_cpu()
     from fermi_engine import cli_verify

@@ -21,9 +21,9 @@ def stages(backend: str | None, names: Sequence[str], as_json: bool) -> bool:
 
     with report.progress("verifying", "checks") as progress:
         rows = verify.replay(backend, list(names) or None, progress)
-    first = verify.first_divergence(rows)
+    first, left_out = verify.first_divergence(rows), [] if names else verify.formless(backend)
     if as_json:
-        report.json_document({"passed": first is None, "first_divergence": first and first.stage,
+        report.json_document({"passed": first is None, "first_divergence": first and first.stage, "no_form": left_out,
                               "rows": [row._asdict() for row in rows]})
     else:
         drawn = [(row.stage, row.backend, row.metric, *map(_number, (row.value, row.limit, row.ratio)),
@@ -33,8 +33,16 @@ def stages(backend: str | None, names: Sequence[str], as_json: bool) -> bool:
         report.note(f"first stage that diverges: {first.stage} on {first.backend}: {first.metric} "
                     f"{_number(first.value)}, limit {_number(first.limit)} ({first.detail})")
     elif not as_json:
-        print(f"all {len(rows)} checks passed")
+        print(f"all {len(rows)} checks passed{_elsewhere(left_out)}")
     return first is None
+
+
+def _elsewhere(left_out: Sequence[str]) -> str:
+    """What a run did not look at, because it has no form there."""
+    from fermi_engine.stages import find_stage
+
+    where = sorted({name for stage in left_out for name in find_stage(stage).backends})
+    return f"; {len(left_out)} stages have no form here, see --backend {', '.join(where)}" if left_out else ""
 
 
 def against(model: Path, dump: Path, backend: str | None, activations: str, threads: int | None, as_json: bool) -> bool:

@@ -68,12 +68,52 @@ def dense_mlp(k: CpuKernels, a: Arrays) -> Arrays:
     return {"y": DenseMLP(ArrayWeights(a), "layers.0.mlp.").forward(k, k.activations(a["x"]), "f32", silent)}
 
 
+def delta_net_block(k: CpuKernels, a: Arrays) -> Arrays:
+    """x [T, H] + Gated DeltaNet of norm(x) -> y [T, H]; state as in gated_delta_net."""
+    out = gated_delta_net(k, {**a, "x": _normed(k, a, "input_layernorm")})
+    return {**out, "y": k.add(a["x"], out["y"])}
+
+
+def attention_block(k: CpuKernels, a: Arrays) -> Arrays:
+    """x [T, H] + gated attention of norm(x) -> y [T, H]; cache as in gated_attention."""
+    out = gated_attention(k, {**a, "x": _normed(k, a, "input_layernorm")})
+    return {**out, "y": k.add(a["x"], out["y"])}
+
+
+def moe_block(k: CpuKernels, a: Arrays) -> Arrays:
+    """x [T, H] + the experts' of norm(x) -> y [T, H], and the router's choice."""
+    out = sparse_moe(k, {**a, "x": _normed(k, a, "post_attention_layernorm")})
+    return {**out, "y": k.add(a["x"], out["y"])}
+
+
+def mlp_block(k: CpuKernels, a: Arrays) -> Arrays:
+    """x [T, H] + dense SwiGLU of norm(x) -> y [T, H]."""
+    return {"y": k.add(a["x"], dense_mlp(k, {**a, "x": _normed(k, a, "post_attention_layernorm")})["y"])}
+
+
+def _normed(k: CpuKernels, a: Arrays, which: str) -> np.ndarray:
+    weights = ArrayWeights(a)
+    return k.rms_norm(a["x"], weights.vector(f"layers.0.{which}.weight"), weights.config.rms_norm_eps)
+
+
+def prefill(k: CpuKernels, a: Arrays) -> Arrays:
+    """ids [T] in pieces that end at `cuts` -> hidden row [1, H] of the last token and the final state, `state.<part>`."""
+    model = Decoder(ArrayWeights(a), k, "f32")
+    state = HybridState.fresh(model.config, int(a["page_tokens"]))
+    for piece in np.split(a["ids"], a["cuts"]):
+        hidden = model.hidden(piece, state)
+    return {"hidden": hidden[-1:].copy(), **named_state(state)}
+
+
+def named_state(state: HybridState) -> Arrays:
+    """Every part of a state but its position, `state.<part>`."""
+    return {f"state.{name}": np.ascontiguousarray(value) for name, value in state.arrays().items() if name != "position"}
+
+
 def decoder(k: CpuKernels, a: Arrays) -> Arrays:
     """ids [T] in two pieces, the first of `cut` tokens -> logits [T, vocab] and the final state, `state.<part>`."""
     logits, state = _forward(k, a, "f32")
-    named = state.arrays()
-    del named["position"]
-    return {"logits": logits, **{f"state.{name}": np.ascontiguousarray(value) for name, value in named.items()}}
+    return {"logits": logits, **named_state(state)}
 
 
 def decoder_q4_0(k: CpuKernels, a: Arrays) -> Arrays:

@@ -1,19 +1,137 @@
-"""Limits of the stage table: how many roundings an op makes, and how large what it adds may be, from its inputs."""
+"""Limits of the stage table: how many roundings an op makes, and how large what it adds may be, from its inputs.
+
+An error of L units in the last place counts as 2 L roundings. What differs between the families of backends is data of
+their `Arithmetic`; so a limit is derived once and holds each family to its own roundings.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 
-from fermi_engine.compare import Arrays
+from fermi_engine.compare import All, Arrays, Count, Rule, TwiceReference
 from fermi_engine.stage_cpu import cache_formats, fill_pages
 from fermi_engine.state import KVPages
 
-# Roundings, as functions of the inputs. An error of L units in the last place counts as 2 L roundings.
+# Roundings of single elements, sums left out (compare.TwiceReference), where every family makes the same.
+NORM = 6  # mean + eps (halved by the root), root, quotient; x * scale, 1 + w, product
+MATRIX = 2  # a product and the last addition
+BLOCK = NORM + 1  # round a mixer or feed-forward part: the norm before it, the residual after it
 
-EXP_ULP, LOG1P_ULP, SIN_ULP, COS_ULP = 0.891, 0.501, 0.503, 0.503  # stated in csrc/scalar/math.h over all inputs
-LOGISTIC = 2 * EXP_ULP + 2  # 1 / (1 + exp(-x)): exp, sum, quotient
-SILU = LOGISTIC + 1  # times x
-GATES = 4 * EXP_ULP + 2 * LOG1P_ULP + 1  # exp(A_log) and log1p(exp(x)), then their product
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How one family computes. exp_ulp .. cos_ulp: largest errors of its functions in units of the last place, stated where
+    they are written. dot: roundings of a float32 product of rows, and by which factor an underflow counts in it. division:
+    roundings of the division that ends attention. caches: formats of keys and values by head size."""
+
+    exp_ulp: float
+    log1p_ulp: float
+    sin_ulp: float
+    cos_ulp: float
+    dot: tuple[Count, Count]
+    division: int
+    caches: Callable[[int], tuple[str, ...]]
+
+    @property
+    def logistic(self) -> float:
+        """1 / (1 + exp(-x)): exp, sum, quotient."""
+        return 2 * self.exp_ulp + 2
+
+    @property
+    def silu(self) -> float:
+        """The logistic times x."""
+        return self.logistic + 1
+
+    @property
+    def swiglu(self) -> float:
+        """silu times up."""
+        return 1 + self.silu
+
+    @property
+    def gates(self) -> float:
+        """exp(A_log) and log1p(exp(x)), then their product."""
+        return 4 * self.exp_ulp + 2 * self.log1p_ulp + 1
+
+    def conv_silu(self, a: Arrays) -> float:
+        """A product and taps - 1 additions (fused: taps), which silu (slope at most 1.1) passes on, and silu's own."""
+        return 1.1 * len(a["w"]) + self.silu
+
+    def chosen_softmax(self, a: Arrays) -> float:
+        """Of weight * (1 + |l - l_first|): the difference (in the bound) and exp of the element; the same of the sum,
+        whose differences weigh at most e^-d d < 0.4 each; its k - 1 additions; the quotient."""
+        return 2 * (1 + 2 * self.exp_ulp) + 1.4 * int(a["k"]) + 1
+
+    def weighted_rows(self, a: Arrays) -> float:
+        """A product, k additions (fused: k + 1 steps), and the logistic of the shared expert."""
+        return 1 + int(a["k"]) + self.logistic
+
+    def score_softmax(self, a: Arrays) -> float:
+        """The scale's product and the difference from the maximum round a score s by u |s| each, which exp makes relative;
+        then exp, the product with the value, and the division."""
+        largest = 0.0
+        for keys in self._cached(a, "k"):
+            keys = np.repeat(keys, a["q"].shape[1] // keys.shape[1], axis=1)
+            scores = np.einsum("thd,shd->hts", a["q"], keys, dtype=np.float64) * float(a["scale"])
+            largest = max(largest, np.abs(scores).max())
+        return 2 * largest + 2 * self.exp_ulp + 1 + self.division
+
+    def cached_size(self, a: Arrays) -> float:
+        """Largest value in any format, which may cancel."""
+        return max(float(np.abs(values).max()) for values in self._cached(a, "v"))
+
+    def _cached(self, a: Arrays, name: str) -> list[np.ndarray]:
+        """Keys or values [S, HKV, D] as each format stands for them."""
+        head_dim, found = a["q"].shape[2], []
+        for format in self.caches(head_dim):
+            rows = a[f"{format}.{name}"]
+            cache = KVPages(rows.shape[1], len(rows), head_dim, format)
+            cache.reserve(len(rows))
+            fill_pages(cache.keys, rows)
+            found.append(cache.filled(len(rows))[0])
+        return found
+
+    @property
+    def delta_step(self) -> float:
+        """Of one token: decay, two products and sums, beta."""
+        return 3 * 2 + 2 * self.exp_ulp
+
+    @property
+    def delta_rule(self) -> Rule:
+        """Of the gated delta rule's outputs, token by token or in chunks."""
+        return All(o=TwiceReference(self.delta_step, read_size), state=TwiceReference(self.delta_step, value_size))
+
+    @property
+    def gated_delta_net(self) -> float:
+        """Gates, convolution, l2 norm, one token, gated norm, two matrices."""
+        return self.gates + self.silu + NORM + self.delta_step + NORM + self.silu + 2 * MATRIX
+
+    @property
+    def _softmax(self) -> float:
+        """Scale, difference, exp, product, quotient."""
+        return 4 + 2 * self.exp_ulp
+
+    @property
+    def gated_attention(self) -> float:
+        """Norm of q and k, rope (3), softmax, output gate, two matrices."""
+        return NORM + 3 + self._softmax + self.division - 1 + self.logistic + 1 + 2 * MATRIX
+
+    @property
+    def dense(self) -> float:
+        """swiglu and three matrices."""
+        return self.swiglu + 3 * MATRIX
+
+    @property
+    def feed_forward(self) -> float:
+        """The same, the router, the gate of the shared expert."""
+        return self.dense + self._softmax + self.logistic
+
+    def decoder_chain(self, a: Arrays) -> float:
+        """Two additions a layer in the residual stream; then at most one mixer, into a state, or norm and head."""
+        layers = 1 + max(int(name.split(".")[1]) for name in a if name.startswith("layers."))
+        return 2 * layers + self.gated_delta_net
 
 
 def block_sum(a: Arrays) -> float:
@@ -36,20 +154,9 @@ def term_count(a: Arrays) -> float:
     return a["x"].shape[1]
 
 
-def conv_silu(a: Arrays) -> float:
-    """A product and taps - 1 additions, which silu (slope at most 1.1) passes on, and silu's own."""
-    return 1.1 * len(a["w"]) + SILU
-
-
-def chosen_softmax(a: Arrays) -> float:
-    """Of weight * (1 + |l - l_first|): the difference (in the bound) and exp of the element; the same of the sum,
-    whose differences weigh at most e^-d d < 0.4 each; its k - 1 additions; the quotient."""
-    return 2 * (1 + 2 * EXP_ULP) + 1.4 * int(a["k"]) + 1
-
-
-def weighted_rows(a: Arrays) -> float:
-    """A product, k additions, and the logistic of the shared expert."""
-    return 1 + int(a["k"]) + LOGISTIC
+def fma_chain(a: Arrays) -> float:
+    """One rounding a term."""
+    return a["x"].shape[1]
 
 
 def up_gain(a: Arrays) -> float:
@@ -62,52 +169,6 @@ def x_gain(a: Arrays) -> float:
     return max(1.0, float(np.abs(a["x"]).max(initial=0)))
 
 
-# Roundings of single elements, sums left out (compare.TwiceReference). A matrix: a product and the last addition.
-NORM = 6  # mean + eps (halved by the root), root, quotient; x * scale, 1 + w, product
-DELTA_STEP = 3 * 2 + 2 * EXP_ULP  # of one token: decay, two products and sums, beta
-SOFTMAX = 4 + 2 * EXP_ULP  # scale, difference, product, quotient
-SWIGLU = 1 + SILU
-MATRIX = 2
-GATED_DELTA_NET = GATES + SILU + NORM + DELTA_STEP + NORM + SILU + 2 * MATRIX  # convolution, l2 norm, gated norm
-GATED_ATTENTION = NORM + 3 + SOFTMAX + LOGISTIC + 1 + 2 * MATRIX  # norm of q and k, rope (3), output gate
-DENSE = SWIGLU + 3 * MATRIX
-FEED_FORWARD = DENSE + SOFTMAX + LOGISTIC  # router, gate of the shared expert
-
-
-def decoder_chain(a: Arrays) -> float:
-    """Two additions a layer in the residual stream; then at most one mixer, into a state, or norm and head."""
-    layers = 1 + max(int(name.split(".")[1]) for name in a if name.startswith("layers."))
-    return 2 * layers + GATED_DELTA_NET
-
-
-def score_softmax(a: Arrays) -> float:
-    """The scale's product and the difference from the maximum round a score s by u |s| each, which exp makes relative;
-    then exp, the product with the value, and the quotient."""
-    largest = 0.0
-    for keys in _cached(a, "k"):
-        keys = np.repeat(keys, a["q"].shape[1] // keys.shape[1], axis=1)
-        scores = np.einsum("thd,shd->hts", a["q"], keys, dtype=np.float64) * float(a["scale"])
-        largest = max(largest, np.abs(scores).max())
-    return 2 * largest + 2 * EXP_ULP + 2
-
-
-def _cached(a: Arrays, name: str) -> list[np.ndarray]:
-    """Keys or values [S, HKV, D] as each format stands for them."""
-    head_dim, found = a["q"].shape[2], []
-    for format in cache_formats(head_dim):
-        rows = a[f"{format}.{name}"]
-        cache = KVPages(rows.shape[1], len(rows), head_dim, format)
-        cache.reserve(len(rows))
-        fill_pages(cache.keys, rows)
-        found.append(cache.filled(len(rows))[0])
-    return found
-
-
-def cached_size(a: Arrays) -> float:
-    """Largest value in any format, which may cancel."""
-    return max(float(np.abs(values).max()) for values in _cached(a, "v"))
-
-
 def value_size(a: Arrays) -> float:
     """Largest number that goes into sums of values, which may cancel."""
     return max(float(np.abs(a[name]).max(initial=0)) for name in ("v", "state") if name in a)
@@ -116,3 +177,9 @@ def value_size(a: Arrays) -> float:
 def read_size(a: Arrays) -> float:
     """The same, read out of a state through q."""
     return value_size(a) * float(np.sqrt(np.square(a["q"]).sum(-1)).max())
+
+
+# Accuracies: csrc/scalar/math.h over all inputs; csrc/sm20/math.cuh, which tests/test_emulator.py holds. sm_20 divides by
+# multiplying with 1 / l.
+CPU = Arithmetic(0.891, 0.501, 0.503, 0.503, (lane_dot, term_count), 1, cache_formats)
+SM20 = Arithmetic(0.97, 0.5001, 0.502, 0.502, (fma_chain, 1), 2, lambda head_dim: ("f32",))

@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fermi_engine.compare import Arrays, Case
-from fermi_engine.errors import VerifyError
+from fermi_engine import kernels
+from fermi_engine.compare import Arrays, Case, verdict
+from fermi_engine.device_run import DEVICES, Reopened
+from fermi_engine.errors import DeviceError, VerifyError
 from fermi_engine.kernels import dispatch
 from fermi_engine.safetensors_header import read_header
 from fermi_engine.stages import STAGES, Stage, find_stage
@@ -56,22 +59,35 @@ class Golden(NamedTuple):
 
 def replay(backend: str | None = None, stages: Sequence[str] | None = None,
            on_result: Callable[[int, int, str], None] | None = None, directory: Path | None = None) -> list[Row]:
-    """Run stages (names; None: all) on `backend` (None: FERMI_BACKEND, else each that this CPU runs) and judge them.
+    """Run stages (names; None: all that have a form there) on `backend` (None: FERMI_BACKEND, else each of the CPU's that can
+    run here) and judge them. `emulated` and `cuda` run the sm_20 kernels.
 
     Rows go from kernels up to generation, a stage's backends side by side. on_result(done, total, stage) after each.
-    Raises VerifyError for an unknown stage and for a golden that is missing, damaged or altered; BackendError.
+    Raises VerifyError for a stage that is unknown or has no form there, and for a golden that is missing, damaged or altered;
+    BackendError or DeviceError where the backend cannot run at all. A device that fails in a stage fails the stage.
     """
     directory = directory or golden_directory()
-    forced = backend or os.environ.get("FERMI_BACKEND")
-    backends = [forced] if forced else dispatch.supported()
-    chosen, rows = _chosen(stages), []
-    for stage in chosen:
-        case = load(directory, stage.name).case
-        for name in backends:
-            rows.append(_row(stage, name, case))
+    backends = _backends(backend)
+    todo = [(stage, name) for stage in _chosen(stages, backends) for name in backends if stage.form(name)]
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        held = {name: _held(name, stack) for name in backends}
+        for stage, name in todo:
+            rows.append(_row(stage, name, held[name], load(directory, stage.name).case))
             if on_result is not None:
-                on_result(len(rows), len(chosen) * len(backends), stage.name)
+                on_result(len(rows), len(todo), stage.name)
     return rows
+
+
+def formless(backend: str | None = None) -> list[str]:
+    """Names of the stages that `replay` leaves out there, because they have no form for it."""
+    backends = _backends(backend)
+    return [stage.name for stage in STAGES if not any(stage.form(name) for name in backends)]
+
+
+def _backends(backend: str | None) -> list[str]:
+    forced = backend or os.environ.get("FERMI_BACKEND")
+    return [forced] if forced else dispatch.supported()
 
 
 def first_divergence(rows: Sequence[Row]) -> Row | None:
@@ -150,18 +166,39 @@ def _manifest(path: Path) -> dict[str, str]:
     return manifest
 
 
-def _chosen(names: Sequence[str] | None) -> list[Stage]:
+def _chosen(names: Sequence[str] | None, backends: list[str]) -> list[Stage]:
     known = [stage.name for stage in STAGES]
     unknown = [name for name in names or () if name not in known]
     if unknown:
         raise VerifyError(f"unknown stage {unknown[0]!r}; stages are {', '.join(known)}")
-    return [stage for stage in STAGES if not names or stage.name in names]
+    chosen = [stage for stage in STAGES if not names or stage.name in names]
+    for stage in chosen if names else ():
+        if not any(stage.form(name) for name in backends):
+            raise VerifyError(f"stage {stage.name} has no form for {', '.join(backends)}; it runs on "
+                              f"{', '.join(stage.backends)}")
+    return chosen
 
 
 def _part(arrays: Arrays, prefix: str) -> Arrays:
     return {name[len(prefix):]: array for name, array in arrays.items() if name.startswith(prefix)}
 
 
-def _row(stage: Stage, backend: str, case: Case) -> Row:
-    v = stage.compare.judge(stage.candidate(case.inputs, backend), case)
+def _held(backend: str, stack: ExitStack) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes what a stage computes with: the same kernels every time, or a run on a device that stays open."""
+    if backend not in DEVICES:
+        found = kernels.get(backend)
+        return lambda: nullcontext(found)
+    device = Reopened(backend)
+    stack.callback(device.close)
+    return device.run
+
+
+def _row(stage: Stage, backend: str, held: Callable[[], AbstractContextManager[Any]], case: Case) -> Row:
+    form = stage.form(backend)
+    try:
+        with held() as found:
+            got = form.compute(found, case.inputs)
+        v = form.judge(got, case)
+    except DeviceError as err:
+        v = verdict("device error", 1, 0, str(err))
     return Row(stage.name, backend, v.metric, v.value, v.limit, v.ratio, "pass" if v.passed else "FAIL", v.detail)

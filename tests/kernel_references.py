@@ -72,9 +72,16 @@ def quantize_f16(a: Tensors, dtype: torch.dtype) -> Tensors:
     return {"bytes": half.view(torch.uint8), "values": half.float()}
 
 
+def weight_values(w: Tensor, format: str) -> Tensor:
+    """float32 [rows, n] that plain bytes stand for; a float32 matrix as it is."""
+    if format in ("f32", "f16"):
+        return w if format == "f32" else w.view(torch.float16).float()
+    return _PACK[format][3](*_PACK[format][2](w))
+
+
 def dequantize(format: str) -> Reference:
     def reference(a: Tensors, dtype: torch.dtype) -> Tensors:
-        rows = a["w"].view(torch.float16).float() if format == "f16" else _PACK[format][3](*_PACK[format][2](a["w"]))
+        rows = weight_values(a["w"], format)
         return {"rows": rows[int(a["first"]) :], "picked": rows[a["ids"].long()]}
     return reference
 
@@ -197,11 +204,15 @@ def conv_bound(a: Tensors) -> Arrays:
     return {"y": flush(terms, torch.ones(()))}
 
 
+def delta_values(a: Tensors, dtype: torch.dtype) -> Tensor:
+    """v [T, HV, V] out of its wider rows."""
+    heads, _, width = a["state"].shape
+    return a["v"].to(dtype)[:, int(a["column"]) :][:, : heads * width].unflatten(1, (heads, width))
+
+
 def delta_rule(a: Tensors, dtype: torch.dtype) -> Tensors:
-    q, k, v, g, beta, state = floats(a, dtype, "q", "k", "v", "g", "beta", "state")
-    heads, _, width = state.shape
-    v = v[:, int(a["column"]) :][:, : heads * width].unflatten(1, (heads, width))
-    o, final = gdn.recurrent(q, k, v, g, beta, state, 1.0)
+    q, k, g, beta, state = floats(a, dtype, "q", "k", "g", "beta", "state")
+    o, final = gdn.recurrent(q, k, delta_values(a, dtype), g, beta, state, 1.0)
     return {"o": o, "state": final}
 
 

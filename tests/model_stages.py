@@ -18,7 +18,7 @@ from fermi_engine import kernels, runs
 from fermi_engine.array_weights import CONFIG
 from fermi_engine.compare import Arrays, divergence
 from fermi_engine.config import ModelConfig
-from reference import attention, moe, rope
+from reference import attention, moe, norms, rope
 from reference.decoder import Decoder
 from reference.quant import QuantMatrix, unpack_q4_0, unpack_q8_0
 from tests import tiny_models as draw
@@ -53,6 +53,18 @@ def decoder_of(a: Tensors, dtype: torch.dtype) -> Decoder:
     """The reference model of the arrays. A part of a model lacks the final norm, whose dtype would tell."""
     named = {"norm.weight": torch.zeros(1), **params(a)}
     return Decoder(config_of(a), named).to(dtype)
+
+
+def expanded(a: Tensors, dtype: torch.dtype) -> Decoder:
+    """The same over the values that quantised weights stand for: activations stay as they are."""
+    named = {"norm.weight": torch.zeros(1), **{name: _values(value) for name, value in params(a).items()}}
+    return Decoder(config_of(a), named).to(dtype)
+
+
+def _values(weight: Any) -> Tensor:
+    if isinstance(weight, list):
+        return torch.stack([_values(one) for one in weight])
+    return weight.dequantize(torch.float32) if isinstance(weight, QuantMatrix) else weight
 
 
 # Parts of a layer
@@ -110,18 +122,72 @@ def decided(seen: Tensors, k: int) -> bool:
     return True
 
 
+# Halves of a layer, with the norm before and the residual after
+
+
+def _normed(a: Tensors, model: Decoder, which: str) -> Tensor:
+    weight = model.params[f"layers.0.{which}.weight"]
+    return norms.rms_norm(a["x"].to(model.dtype), weight, model.config.rms_norm_eps)
+
+
+def _delta_net_block(a: Tensors, dtype: torch.dtype) -> Tensors:
+    model = expanded(a, dtype)
+    conv, recurrent = floats(a, dtype, "conv", "recurrent")
+    u = _normed(a, model, "input_layernorm")
+    y, state = model._delta_net(0, u, {"conv": conv, "recurrent": recurrent}, _silent)
+    return {"y": a["x"].to(dtype) + y, **state}
+
+
+def _attention_block(a: Tensors, dtype: torch.dtype) -> Tensors:
+    model = expanded(a, dtype)
+    past = dict(zip("kv", floats(a, dtype, "past_k", "past_v"), strict=True))
+    u = _normed(a, model, "input_layernorm")
+    y, cache = model._attention(0, u, past, *model.rope_tables(a["positions"]), _silent)
+    return {"y": a["x"].to(dtype) + y, **cache}
+
+
+def _feed_forward_block(a: Tensors, dtype: torch.dtype) -> Tensors:
+    seen: Tensors = {}
+    y = _fed(a, dtype, seen.__setitem__)
+    chosen = {"ids": seen["router_ids"].int(), "weights": seen["router_weights"]} if seen else {}
+    return {**chosen, "y": a["x"].to(dtype) + y}
+
+
+def _fed(a: Tensors, dtype: torch.dtype, note: Callable[[str, Tensor], None]) -> Tensor:
+    model = expanded(a, dtype)
+    return model._ffn(0, _normed(a, model, "post_attention_layernorm"), note)
+
+
+def _decided_block(a: Tensors) -> bool:
+    seen: Tensors = {}
+    _fed(a, torch.float64, seen.__setitem__)
+    return decided(seen, config_of(a).num_experts_per_tok)
+
+
 # Whole models
 
 
 def _forward(a: Tensors, dtype: torch.dtype) -> Tensors:
     logits, state = decoder_of(a, dtype).forward(a["ids"].long())
-    return {"logits": logits, **{f"state.layers.{i}.{name}": value for i, layer in enumerate(state)
-                                 for name, value in layer.items()}}
+    return {"logits": logits, **_named(state)}
 
 
-def _decided_model(a: Tensors) -> bool:
+def _prefill(a: Tensors, dtype: torch.dtype) -> Tensors:
+    """The cuts are no business of the reference."""
     seen: Tensors = {}
-    decoder_of(a, torch.float64).forward(a["ids"].long(), trace=seen.__setitem__)
+    model = expanded(a, dtype)
+    _, state = model.forward(a["ids"].long(), trace=seen.__setitem__)
+    last = seen[f"layers.{model.config.num_hidden_layers - 1}.output"]
+    return {"hidden": last[-1:], **_named(state)}
+
+
+def _named(state: list[Tensors]) -> Tensors:
+    return {f"state.layers.{i}.{name}": value for i, layer in enumerate(state) for name, value in layer.items()}
+
+
+def _decided_model(a: Tensors, build: Callable[[Tensors, torch.dtype], Decoder] = decoder_of) -> bool:
+    seen: Tensors = {}
+    build(a, torch.float64).forward(a["ids"].long(), trace=seen.__setitem__)
     return decided(seen, config_of(a).num_experts_per_tok)
 
 
@@ -196,6 +262,11 @@ _RUN = {"tokens": st.integers(1, 9), "cut": st.integers(0, 9), "page_tokens": st
 _SMALL = {"layers": "llf", "key_heads": 2, "ratio": 3, "dk": 12, "kv_heads": 1, "group": 3, "rotary": 8, "experts": 4,
           "top_k": 2, "vocab": 45}
 _ODD_WIDTHS = {"hidden": 40, "dv": 20, "head_dim": 20, "intermediate": 12}
+# Sizes that sm_20 takes: heads and rows of multiples of 32.
+_FORMAT = st.sampled_from(("q4_0", "q8_0"))
+_DELTA_BLOCK = _choices(hidden=(32, 96), key_heads=(1, 2), ratio=(1, 2, 3), dk=(32, 64), dv=(32, 96), taps=(2, 4))
+_FULL_BLOCK = _choices(hidden=(32, 96), kv_heads=(1, 2), group=(1, 3), head_dim=(32, 64), rotary=(4, 8))
+_HEADS = {"dk": st.just(32), "dv": st.sampled_from((32, 64)), "head_dim": st.sampled_from((32, 64))}
 _BLOCK_WIDTHS = {"hidden": 64, "dv": 32, "head_dim": 32, "intermediate": 32}
 
 MODEL_ORACLES: dict[str, Oracle] = {
@@ -214,9 +285,35 @@ MODEL_ORACLES: dict[str, Oracle] = {
         draw.feed_forward_layer,
         {"tokens": few, **_choices(hidden=(8, 33), intermediate=(5, 16), experts=(1, 2, 9), top_k=(1, 2, 9))},
         {"tokens": 7, "hidden": 40, "intermediate": 12, "experts": 9, "top_k": 3}, _sparse, usable=_decided_layer),
+    "delta_net_block": Oracle(
+        draw.delta_net_block, {"tokens": st.sampled_from((1, 3, 63, 65)), "format": _FORMAT, **_DELTA_BLOCK},
+        {"tokens": 66, "format": "q4_0", "hidden": 32, "key_heads": 1, "ratio": 2, "dk": 32, "dv": 32, "taps": 4},
+        _delta_net_block),
+    "attention_block": Oracle(
+        draw.attention_block, {"past": st.integers(0, 9) | st.sampled_from((63, 127)), "tokens": few, "format": _FORMAT,
+                               "page_tokens": st.sampled_from((1, 4, 64)), **_FULL_BLOCK},
+        {"past": 6, "tokens": 5, "page_tokens": 64, "format": "q8_0", "hidden": 32, "kv_heads": 2, "group": 2,
+         "head_dim": 32, "rotary": 8}, _attention_block),
+    "mlp_block": Oracle(
+        draw.feed_forward_block,
+        {"tokens": few, "format": _FORMAT, **_choices(experts=(0,), hidden=(32, 64), intermediate=(32, 96))},
+        {"tokens": 5, "format": "q8_0", "experts": 0, "hidden": 32, "intermediate": 64}, _feed_forward_block),
+    "moe_block": Oracle(
+        draw.feed_forward_block,
+        {"tokens": st.sampled_from((1, 2, 40)), "format": _FORMAT,
+         **_choices(hidden=(32, 64), intermediate=(32, 64), experts=(1, 2, 9), top_k=(1, 2, 9))},
+        {"tokens": 40, "format": "q4_0", "hidden": 32, "intermediate": 32, "experts": 9, "top_k": 3}, _feed_forward_block,
+        usable=_decided_block),
     "decoder": Oracle(
         draw.whole_model, {"layers": _LAYERS, **_RUN, **_model_sizes(False)},
         {"tokens": 11, "cut": 4, "page_tokens": 4, **_SMALL, **_ODD_WIDTHS}, _forward, usable=_decided_model),
+    "prefill": Oracle(
+        draw.cut_prompt,
+        {"layers": _LAYERS, "page_tokens": st.sampled_from((1, 4, 64)), "tokens": st.sampled_from((1, 9, 70)),
+         "cuts": st.sampled_from(((), (1,), (3, 4), (63, 65))), "format": _FORMAT, **_model_sizes(True), **_HEADS},
+        {"tokens": 70, "cuts": (30, 66), "page_tokens": 64, "format": "q4_0", **_SMALL, **_BLOCK_WIDTHS, "hidden": 32,
+         "layers": "lf", "key_heads": 1, "ratio": 2, "dk": 32},
+        _prefill, usable=lambda a: _decided_model(a, expanded)),
     "decoder_q4_0": Oracle(
         draw.quantised_model, {"layers": _LAYERS, **_RUN, "format": st.just("q4_0"), **_model_sizes(True)},
         {"tokens": 40, "cut": 17, "page_tokens": 4, "format": "q4_0", **_SMALL, **_BLOCK_WIDTHS},

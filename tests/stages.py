@@ -1,6 +1,6 @@
 """THE STAGE TABLE, test half: reference, inputs and golden of each row of fermi_engine/stages.py.
 
-The references stand in kernel_references.py, the rows above kernels in model_stages.py.
+The references stand in kernel_references.py, rows of sm_20 alone in gpu_stages.py, rows above kernels in model_stages.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests import kernel_references as ref
 from tests import strategies as draw
+from tests.gpu_stages import GPU_ORACLES
 from tests.model_stages import MODEL_ORACLES
 from tests.oracle import Oracle, Reference
 from tests.strategies import EDGES, edges, few, gaps, lengths
@@ -146,5 +147,6 @@ ORACLES: dict[str, Oracle] = {
         {"tokens": 7, "k": 5, "n": 37, "edge": "plain"}, ref.combine, ref.combine_bound),
     "add": Oracle(
         draw.sums, {"rows": few, "n": lengths, "edge": edges}, {"rows": 5, "n": 53, "edge": "outlier"}, ref.sum_of_two),
+    **GPU_ORACLES,
     **MODEL_ORACLES,
 }

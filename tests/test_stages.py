@@ -1,4 +1,6 @@
-"""Every stage, on every backend this CPU runs, against the reference: fermi_engine/stages.py meets tests/stages.py."""
+"""Every stage that the CPU has, on every backend it runs, against the reference: fermi_engine/stages.py meets tests/stages.py.
+
+test_sm20_stages.py does the same for the GPU's half."""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ from tests.oracle import tensors
 from tests.stages import ORACLES
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
-each_stage = pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+each_stage = pytest.mark.parametrize("stage", [stage for stage in STAGES if stage.cpu], ids=lambda stage: stage.name)
 seeds = st.integers(0, 2**32 - 1)
 
 
 def examples(stage: Stage, share: float = 1.0) -> settings:
     """Examples of the profile; rows above kernels take longer and build on kernels that have been tested, so fewer."""
-    return settings(max_examples=max(3, int(settings().max_examples * share * (1 if stage.op else 0.4))))
+    return settings(max_examples=max(3, int(settings().max_examples * share * (1 if stage.cpu.ops else 0.4))))
 
 
 def drawn(stage: Stage):
@@ -52,9 +54,9 @@ def test_both_halves_of_the_table_have_the_same_rows():
 
 
 def test_every_kernel_has_a_row_of_its_name():
-    ops = [op for op, _, _ in declared_kernels(CSRC)]
-    assert [stage.name for stage in STAGES if stage.op] == [stage.op for stage in STAGES if stage.op]
-    assert sorted(ops) == sorted(stage.op for stage in STAGES if stage.op)
+    about = {stage.name: stage.cpu.ops for stage in STAGES if stage.cpu and stage.cpu.ops}
+    assert about == {name: (name,) for name in about}
+    assert sorted(about) == sorted(op for op, _, _ in declared_kernels(CSRC))
 
 
 @each_stage
@@ -70,13 +72,13 @@ def test_stage(stage):
         results = []
         for backend in dispatch.supported():
             k = GuardedKernels(backend)
-            results.append(stage.compute(k, given_to))
-            verdict = stage.compare.judge(results[-1], case)
+            results.append(stage.cpu.compute(k, given_to))
+            verdict = stage.cpu.judge(results[-1], case)
             assert verdict.passed, f"{backend}: {verdict}"
             assert k.overruns() == 0, backend
             assert same_bits(given_to, inputs) == [], backend
             assert set(k.ran.values()) <= {backend}
-            assert stage.op is None or k.ran == {stage.op: backend}
+            assert not stage.cpu.ops or k.ran == dict.fromkeys(stage.cpu.ops, backend)
         assert all(same_bits(result, results[0]) == [] for result in results), dispatch.supported()
     holds()
 
@@ -88,10 +90,10 @@ def test_threads_and_grain_change_no_bit(stage):
     @drawn(stage)
     def holds(inputs):
         for backend in dispatch.supported():
-            whole = stage.compute(GuardedKernels(backend, 1), inputs)
+            whole = stage.cpu.compute(GuardedKernels(backend, 1), inputs)
             for threads, grain in ((1, 1), (2, 1), (3, 3), (7, 1)):
                 k = GuardedKernels(backend, threads, grain if threads > 1 else 1)
-                assert same_bits(stage.compute(k, inputs), whole) == [], (backend, threads, grain)
+                assert same_bits(stage.cpu.compute(k, inputs), whole) == [], (backend, threads, grain)
                 assert k.overruns() == 0
     holds()
 
@@ -104,10 +106,10 @@ def test_any_cut_and_page_size_give_the_same_bits(name):
     @drawn(stage)
     def holds(inputs):
         k = GuardedKernels(dispatch.supported()[0])
-        whole = stage.compute(k, inputs)
+        whole = stage.cpu.compute(k, inputs)
         for cut in range(len(inputs["ids"]) + 1):
             moved = {**inputs, "cut": np.array(cut), "page_tokens": np.array(1 + cut)}
-            assert same_bits(stage.compute(k, moved), whole) == [], cut
+            assert same_bits(stage.cpu.compute(k, moved), whole) == [], cut
     holds()
 
 
@@ -119,7 +121,7 @@ def test_permuted_experts_change_nothing():
     permuted = {name: array[order] if "experts" in name or name.endswith("mlp.gate.weight") else array
                 for name, array in inputs.items()}
     k = GuardedKernels(dispatch.supported()[0])
-    plain, moved = stage.compute(k, inputs), stage.compute(k, permuted)
+    plain, moved = stage.cpu.compute(k, inputs), stage.cpu.compute(k, permuted)
     assert same_bits({"y": plain["y"]}, {"y": moved["y"]}) == []
     np.testing.assert_array_equal(order[moved["ids"]], plain["ids"])
 
@@ -138,8 +140,8 @@ class LeavesOneOut(GuardedKernels):
 def test_a_forgotten_item_and_an_overrun_are_noticed():
     stage, inputs = find_stage("swiglu"), {"gate_up": np.ones((3, 10), np.float32)}
     short, long = LeavesOneOut("scalar", -1), LeavesOneOut("scalar", 1)
-    assert np.isnan(stage.compute(short, inputs)["y"][2]).all()
+    assert np.isnan(stage.cpu.compute(short, inputs)["y"][2]).all()
     assert not short.overruns()
     bigger = {"gate_up": np.ones((4, 10), np.float32)[:3]}  # what the extra item reads is there
-    stage.compute(long, bigger)
+    stage.cpu.compute(long, bigger)
     assert long.overruns() == 5 * 4

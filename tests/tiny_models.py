@@ -119,6 +119,36 @@ def feed_forward_layer(d: Draws, tokens: int, **sizes: int) -> Arrays:
     return {**one_layer(d, c, ".mlp."), "x": d.normal(tokens, c.hidden_size)}
 
 
+def delta_net_block(d: Draws, tokens: int, format: str, **sizes: int) -> Arrays:
+    """A whole layer, whose other half is not used, with matrices as plain bytes."""
+    c = tiny_config("l", experts=0, intermediate=32, **sizes)
+    state = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
+    return {**_stored_layer(d, c, format), "x": d.normal(tokens, c.hidden_size),
+            "conv": d.normal(c.linear_conv_kernel_dim - 1, c.conv_dim), "recurrent": d.normal(*state, scale=0.3)}
+
+
+def attention_block(d: Draws, past: int, tokens: int, page_tokens: int, format: str, **sizes: int) -> Arrays:
+    c = tiny_config("f", experts=0, intermediate=32, **sizes)
+    operands = attention_layer(d, past, tokens, page_tokens, **sizes)
+    kept = ("x", "past_k", "past_v", "positions", "page_tokens")
+    return {**_stored_layer(d, c, format), **{name: operands[name] for name in kept}}
+
+
+def feed_forward_block(d: Draws, tokens: int, format: str, **sizes: int) -> Arrays:
+    c = tiny_config("l", key_heads=1, ratio=1, dk=32, dv=32, **sizes)
+    return {**_stored_layer(d, c, format), "x": d.normal(tokens, c.hidden_size)}
+
+
+def _stored_layer(d: Draws, c: ModelConfig, format: str) -> Arrays:
+    return dict(_quantised(name, array, format) for name, array in one_layer(d, c, "").items())
+
+
+def cut_prompt(d: Draws, tokens: int, cuts: tuple[int, ...], **sizes: object) -> Arrays:
+    """A quantised model and a prompt in pieces; cuts beyond its end are left out."""
+    arrays = quantised_model(d, tokens, 0, **sizes)
+    return {**arrays, "cuts": np.array([cut for cut in cuts if cut < tokens], np.int64)}
+
+
 def whole_model(d: Draws, tokens: int, cut: int, page_tokens: int, **sizes: object) -> Arrays:
     c = tiny_config(**sizes)
     return {**model_weights(d, c), "ids": d.integers(0, c.vocab_size, tokens).astype(np.int32),

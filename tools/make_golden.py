@@ -36,8 +36,8 @@ from tests.stages import ORACLES  # noqa: E402
 SEED = 20
 MAX_BYTES = 1_000_000
 # Where truths and golden inputs come from.
-SOURCES = ("reference", "tools", "tests/stages.py", "tests/kernel_references.py", "tests/model_stages.py", "tests/oracle.py",
-           "tests/strategies.py", "tests/tiny_models.py")
+SOURCES = ("reference", "tools", "tests/stages.py", "tests/kernel_references.py", "tests/gpu_stages.py",
+           "tests/model_stages.py", "tests/oracle.py", "tests/strategies.py", "tests/tiny_models.py")
 # Float64 sums in another order: a relative difference far above 2^-53 times their length, far below float32's 2^-24.
 DOUBLE = 1e-10
 
@@ -95,9 +95,9 @@ def write(directory: Path, stages: list[Stage]) -> None:
         manifest[stage.name] = tensor_hash(arrays)
         ordered = {s.name: manifest[s.name] for s in STAGES if s.name in manifest}
         _replace(path, (json.dumps(ordered, indent=1) + "\n").encode())
-        case = load(directory, stage.name).case
-        verdict = stage.compare.judge(stage.candidate(case.inputs, "scalar", 1), case)
-        print(f"{stage.name:16s} {len(content):7d} bytes; scalar kernels: {verdict}")
+        case, backend = load(directory, stage.name).case, "scalar" if stage.cpu else "emulated"
+        verdict = stage.form(backend).judge(stage.candidate(case.inputs, backend, 1), case)
+        print(f"{stage.name:16s} {len(content):7d} bytes; {backend} kernels: {verdict}")
 
 
 def _replace(path: Path, content: bytes) -> None:

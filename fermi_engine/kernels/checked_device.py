@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ class CheckedDevice(ABC):
     def __init__(self, name: str, total_bytes: int, multiprocessors: int) -> None:
         self.name, self.total_bytes, self.multiprocessors = name, total_bytes, multiprocessors
         self.faults = Faults()
+        self.launched: Counter[str] = Counter()  # launches by entry point, so that a test can ask who really ran
         self._addresses: list[int] = []  # of _buffers, rising
         self._buffers: dict[int, DeviceBuffer] = {}
         self._page_locked: dict[int, tuple[int, Any]] = {}  # address -> (bytes, whatever keeps it)
@@ -116,6 +118,7 @@ class CheckedDevice(ABC):
         check_limits(entry, grid, block, self._needs(found), shared_bytes, len(packed))
         if self.faults.due("launch"):
             raise DeviceError(f"{launch_text(entry, grid, block)} failed: failure injected by a test")
+        self.launched[entry] += 1
         self._launch(found, grid, block, shared_bytes, packed, stream, work or Work(), label or entry)
 
     def sgemm(self, m: int, n: int, k: int, a: DeviceBuffer | int, b: DeviceBuffer | int, c: DeviceBuffer | int,
