@@ -51,9 +51,15 @@ def float_rows(d: Draws, rows: int, n: int, first: int) -> Arrays:
             "ids": d.integers(0, rows, 1 + rows // 2).astype(np.int32)}
 
 
-def long_attention(d: Draws, **sizes: object) -> Arrays:
-    """Keys and values of more than one block of 128 positions, float32 only."""
-    arrays = draw.attention_operands(d, page_tokens=64, **sizes)
+def long_attention(d: Draws, edge: str, **sizes: int) -> Arrays:
+    """Keys and values of more than one block of 128 positions, float32 only. 'rising' and 'falling': a block's largest score is
+    more than 88 above or below those of the blocks before it."""
+    slopes = {"rising": (0, 100), "falling": (100, 0)}
+    arrays = draw.attention_operands(d, page_tokens=64, edge="plain" if edge in slopes else edge, **sizes)
+    if edge in slopes:
+        k = np.abs(arrays["f32.k"].view(np.float32))
+        k *= np.linspace(*slopes[edge], len(k), dtype=np.float32)[:, None, None]
+        arrays |= {"q": np.abs(arrays["q"]), "f32.k": k.view(np.uint8)}
     return {name: array for name, array in arrays.items() if name in ("q", "f32.k", "f32.v", "scale")}
 
 
@@ -166,7 +172,8 @@ GPU_ORACLES: dict[str, Oracle] = {
     "attention_long": Oracle(
         long_attention, {"past": st.sampled_from((120, 127, 128, 260)), "tokens": few | st.just(30),
                          "kv_heads": st.integers(1, 2), "group": st.sampled_from((1, 3, 9)),
-                         "head_dim": st.sampled_from((32, 64)), "edge": st.sampled_from(("sharp", *draw.EDGES))},
+                         "head_dim": st.sampled_from((32, 64, 160, 256)),
+                         "edge": st.sampled_from(("sharp", "rising", "falling", *draw.EDGES))},
         {"past": 126, "tokens": 5, "kv_heads": 2, "group": 3, "head_dim": 32, "edge": "plain"}, attention),
     "gdn_chunk": Oracle(
         chunk_operands, {"tokens": st.sampled_from((1, 2, 3, 4, 5, 63, 64, 65, 129)), "k_heads": st.integers(1, 2),

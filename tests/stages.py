@@ -61,7 +61,9 @@ def _block_rows(reference: Reference, edge: str) -> Oracle:
                   {"rows": 13, "blocks": 3, "edge": edge}, reference)
 
 
+_expert_counts = st.integers(1, 40) | st.sampled_from((128, 257, 512))
 _head_dims = st.integers(1, 40) | st.sampled_from((32, 64, 96))
+_delta_dims = st.integers(1, 20) | st.sampled_from((32, 33, 96))
 _spread = st.sampled_from((1.0, 8.0, 40.0))
 
 ORACLES: dict[str, Oracle] = {
@@ -88,7 +90,7 @@ ORACLES: dict[str, Oracle] = {
         {"tokens": 5, "rows": 13, "n": 75, "column": 3, "edge": "plain"}, ref.lane_product, ref.lane_bound),
     "rms_norm": Oracle(
         draw.norm_rows, {"rows": few, "n": lengths, "extra": gaps, "offset": st.integers(0, 1), "edge": edges},
-        {"rows": 7, "n": 77, "extra": 3, "offset": 1, "edge": "zero row"}, ref.rms_norm),
+        {"rows": 3, "n": 1061, "extra": 3, "offset": 1, "edge": "zero row"}, ref.rms_norm),
     "gated_rms_norm": Oracle(
         draw.gated_norm_rows, {"rows": few, "n": lengths, "edge": edges, "spread": _spread},
         {"rows": 7, "n": 53, "edge": "zero row", "spread": 8.0}, ref.gated_rms_norm),
@@ -100,12 +102,12 @@ ORACLES: dict[str, Oracle] = {
                            "edge": st.sampled_from(("plain", "no decay", "total decay", "infinite rate"))},
         {"tokens": 9, "heads": 13, "edge": "corners"}, ref.gates, ref.gates_bound),
     "conv1d_silu": Oracle(
-        draw.conv_rows, {"tokens": st.integers(1, 9), "channels": lengths, "taps": st.sampled_from((1, 2, 3, 4, 16)),
+        draw.conv_rows, {"tokens": st.integers(1, 9) | st.sampled_from((33, 70)), "channels": lengths, "taps": st.sampled_from((1, 2, 3, 4, 16)),
                          "edge": edges},
         {"tokens": 2, "channels": 83, "taps": 4, "edge": "plain"}, ref.conv, ref.conv_bound),
     "gdn_recurrent": Oracle(
         draw.delta_operands, {"tokens": st.integers(1, 9) | st.sampled_from((63, 64, 65)), "k_heads": st.integers(1, 3),
-                              "ratio": st.integers(1, 3), "dk": st.integers(1, 20), "dv": st.integers(1, 20),
+                              "ratio": st.integers(1, 3), "dk": _delta_dims, "dv": _delta_dims,
                               "column": gaps, "edge": st.sampled_from(("keep", "forget", *EDGES))},
         {"tokens": 65, "k_heads": 2, "ratio": 3, "dk": 19, "dv": 13, "column": 5, "edge": "plain"}, ref.delta_rule),
     "rope_tables": Oracle(
@@ -129,12 +131,12 @@ ORACLES: dict[str, Oracle] = {
         ref.attention),
     "router_topk": Oracle(
         draw.router_logits,
-        {"tokens": few, "experts": st.integers(1, 40), "k": st.sampled_from((1, 2, 8, 40)), "edge": edges},
+        {"tokens": few, "experts": _expert_counts, "k": st.sampled_from((1, 2, 8, 32)), "edge": edges},
         {"tokens": 33, "experts": 29, "k": 8, "edge": "ties"}, ref.route, ref.route_bound),
     "expert_rows": Oracle(
-        draw.expert_choice, {"tokens": few | st.just(40), "experts": st.integers(1, 40), "k": st.sampled_from((1, 2, 8, 40)),
-                             "choice": _choices},
-        {"tokens": 33, "experts": 29, "k": 4, "choice": "any"}, ref.expert_rows),
+        draw.expert_choice, {"tokens": few | st.sampled_from((40, 200)), "experts": _expert_counts,
+                             "k": st.sampled_from((1, 2, 8, 40)), "choice": _choices},
+        {"tokens": 140, "experts": 29, "k": 4, "choice": "any"}, ref.expert_rows),
     "swiglu": Oracle(
         draw.gate_up, {"rows": few, "n": lengths, "edge": edges, "spread": _spread},
         {"rows": 5, "n": 53, "edge": "plain", "spread": 40.0}, ref.silu_times, ref.silu_bound),

@@ -128,7 +128,7 @@ def test_stage(stage: Stage, device: Device) -> None:
     and in another order of threads and blocks."""
     oracle, shuffled = ORACLES[stage.name], EmulatedDevice(seed=3)
 
-    @settings(max_examples=max(3, settings().max_examples // (8 if stage.gpu.ops else 20)))
+    @settings(max_examples=max(3, settings().max_examples // (4 if stage.gpu.ops else 16)))
     @given(st.integers(0, 2**32 - 1), st.fixed_dictionaries(dict(oracle.structure)))
     def holds(seed: int, structure: dict[str, Any]) -> None:
         inputs = oracle.inputs(seed, **structure)
