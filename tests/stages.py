@@ -102,8 +102,8 @@ ORACLES: dict[str, Oracle] = {
                            "edge": st.sampled_from(("plain", "no decay", "total decay", "infinite rate"))},
         {"tokens": 9, "heads": 13, "edge": "corners"}, ref.gates, ref.gates_bound),
     "conv1d_silu": Oracle(
-        draw.conv_rows, {"tokens": st.integers(1, 9) | st.sampled_from((33, 70)), "channels": lengths, "taps": st.sampled_from((1, 2, 3, 4, 16)),
-                         "edge": edges},
+        draw.conv_rows, {"tokens": st.integers(1, 9) | st.sampled_from((33, 70)), "channels": lengths,
+                         "taps": st.sampled_from((1, 2, 3, 4, 16)), "edge": edges},
         {"tokens": 2, "channels": 83, "taps": 4, "edge": "plain"}, ref.conv, ref.conv_bound),
     "gdn_recurrent": Oracle(
         draw.delta_operands, {"tokens": st.integers(1, 9) | st.sampled_from((63, 64, 65)), "k_heads": st.integers(1, 3),
