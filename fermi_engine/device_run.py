@@ -12,7 +12,7 @@ from fermi_engine.errors import DeviceError
 from fermi_engine.formats import Matrix
 from fermi_engine.kernels.device_arrays import DeviceArray, DeviceMatrix
 from fermi_engine.kernels.gpu import Device, DeviceBuffer, open_device
-from fermi_engine.kernels.gpu_kernels import MULTIPROCESSORS, GpuKernels
+from fermi_engine.kernels.gpu_kernels import GpuKernels
 from fermi_engine.kernels.sm20_attention import AttentionKernels
 
 DEVICES = ("emulated", "cuda")
@@ -23,13 +23,13 @@ class DeviceRun:
     """Both families of kernels on one stream of a device, and memory for one run.
 
     What kernels fill starts as NaN, the lowest integer, or bytes 0xff. `shift`: bytes that arrays start off alignment where an
-    op takes that, for tests. `multiprocessors` decides which tiles a product takes.
+    op takes that, for tests.
     """
 
-    def __init__(self, device: Device, shift: int = 0, multiprocessors: int = MULTIPROCESSORS) -> None:
+    def __init__(self, device: Device, shift: int = 0) -> None:
         self.device, self.shift = device, shift
         self.stream = device.stream("stage")
-        self.rows = GpuKernels(device, self.stream, multiprocessors)
+        self.rows = GpuKernels(device, self.stream)
         self.tokens = AttentionKernels(device, self.stream)
         self._buffers: list[DeviceBuffer] = []
 

@@ -242,8 +242,8 @@ def _heads(a: Arrays, multiple: int) -> tuple[Arrays, int]:
     heads, _, dv = a["state"].shape
     column = -(-int(a["column"]) // multiple) * multiple
     v = _padded(a["v"][:, int(a["column"]) :][:, : heads * dv].reshape(-1, heads, dv), SLAB)
-    wide = np.full((len(v), column + v[0].size + multiple), np.nan, np.float32)
-    wide[:, column:-multiple] = v.reshape(len(v), -1)
+    wide = np.full((len(v), column + heads * v.shape[2] + multiple), np.nan, np.float32)
+    wide[:, column:-multiple] = v.reshape(len(v), heads * v.shape[2])
     state = _padded(_padded(a["state"], SLAB), SLAB, axis=1)
     return {**a, "q": _padded(a["q"], SLAB), "k": _padded(a["k"], SLAB), "v": wide, "state": state}, column
 

@@ -1,6 +1,7 @@
 """Known faults, one per row: where it is planted, what changes, and the guard that must catch it.
 
-A guard "stage:NAME" is a row of the stage table: replaying the golden files must fail, and fail first at that stage.
+A guard "stage:NAME" is a row of the stage table: replaying the golden files must fail, and fail first at that stage; "sm20:NAME"
+is the same with the GPU's kernels in the emulator.
 A guard "test:FILE::NAME" is one test, which must fail. The list grows with each bug found.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 from tools.faults_avx2 import AVX2
 from tools.faults_gpu_prefill import GPU_PREFILL
 from tools.faults_kernels import KERNELS, Fault
+from tools.faults_sm20 import SM20
 
 __all__ = ["FAULTS", "Fault"]
 
@@ -305,4 +307,4 @@ MODEL_SENSE = (
     ),
 )
 
-FAULTS = KERNELS + AVX2 + MODEL + GPU_PREFILL + FILES + TEXT + MODEL_SENSE
+FAULTS = KERNELS + AVX2 + SM20 + MODEL + GPU_PREFILL + FILES + TEXT + MODEL_SENSE

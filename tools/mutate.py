@@ -3,8 +3,8 @@
     python tools/mutate.py [--only TEXT] [--list]
 
 A check that cannot fail is a defect: every fault must be caught, and by the guard that is there for it (tools/faults.py).
-Faults in kernels, model and quantiser are judged by replaying the golden files; the first stage that diverges must be the
-right one. Exit status 1 if any fault slips through or is caught elsewhere.
+Faults in kernels, model and quantiser are judged by replaying the golden files, those of the GPU's half in the emulator's checked
+mode; the first stage that diverges must be the right one. Exit status 1 if any fault slips through or is caught elsewhere.
 """
 
 from __future__ import annotations
@@ -26,10 +26,21 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from fermi_engine.kernels import _build  # noqa: E402
+from fermi_engine.kernels import _build, sm20  # noqa: E402
 from tools.faults import FAULTS, Fault  # noqa: E402
 
-REPLAY = "from fermi_engine import verify\nfor row in verify.replay():\n    print(row.stage, row.verdict)\n"
+# Prints the first stage that diverges; what comes after it builds on it.
+REPLAY = """
+import sys
+from fermi_engine import device_run, verify
+from fermi_engine.kernels.emulated import EmulatedDevice
+from fermi_engine.stages import STAGES
+device_run.open_device = lambda kind: EmulatedDevice(mode="checked", seed=1)
+backend = {"stage": None, "sm20": "emulated"}[sys.argv[1]]
+for stage in STAGES:
+    if stage.form(backend) and not all(row.passed for row in verify.replay(backend, [stage.name])):
+        sys.exit(print(stage.name))
+"""
 SKIPPED = shutil.ignore_patterns(
     ".git", ".venv*", "build", "demo", "*.egg-info", "__pycache__", ".pytest_cache", ".hypothesis"
 )
@@ -42,6 +53,7 @@ class Module:
 
     def __init__(self, tree: Path, scratch: Path) -> None:
         self.tree, self.objects = tree, scratch
+        scratch.mkdir()
         generated = scratch / "_cpu.c"
         _build.ffi_builder(ROOT).emit_c_code(str(generated))
         self.sources = [generated, *(tree / path.relative_to(ROOT) for path in _build.sources(ROOT / "csrc"))]
@@ -84,9 +96,15 @@ def included(source: Path) -> set[Path]:
     return found
 
 
+def is_c(file: str) -> bool:
+    """Whether it is compiled into the module; the emulator builds csrc/sm20 by itself."""
+    return file.endswith((".c", ".h")) and "sm20" not in file
+
+
 def caught_by(fault: Fault, tree: Path) -> str:
     """The guard that noticed, or '' if none did."""
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
+                   "FERMI_CACHE": str(tree.parent / "cache")}
     kind, _, name = fault.guard.partition(":")
     folder = Path(fault.file).parent
     if folder.parent.name == "csrc" and folder.name in set(_build.BACKENDS) - {"scalar"}:
@@ -94,7 +112,7 @@ def caught_by(fault: Fault, tree: Path) -> str:
     if kind == "test":
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", name]
     else:
-        command = [sys.executable, "-c", REPLAY]
+        command = [sys.executable, "-c", REPLAY, kind]
     try:
         done = subprocess.run(
             command, cwd=tree, env=environment, timeout=TIMEOUT_S, capture_output=True, text=True, check=False
@@ -105,8 +123,8 @@ def caught_by(fault: Fault, tree: Path) -> str:
         return fault.guard if done.returncode == 1 else "" if done.returncode == 0 else f"error: {_last_line(done)}"
     if done.returncode:
         return f"error: {_last_line(done)}"
-    failed = [line.split()[0] for line in done.stdout.splitlines() if line.split()[1] != "pass"]
-    return f"stage:{failed[0]}" if failed else ""
+    first = done.stdout.strip()
+    return f"{kind}:{first}" if first else ""
 
 
 def _last_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -114,7 +132,7 @@ def _last_line(done: subprocess.CompletedProcess[str]) -> str:
     return lines[-1] if lines else f"exit status {done.returncode}"
 
 
-def plant(fault: Fault, tree: Path, module: Module) -> str:
+def plant(fault: Fault, tree: Path, module: Module | None) -> str:
     """Change the copy, run the guard, undo the change."""
     path = tree / fault.file
     text = path.read_text()
@@ -123,14 +141,13 @@ def plant(fault: Fault, tree: Path, module: Module) -> str:
             f"fault '{fault.name}': its text stands {text.count(fault.old)} times in {fault.file}; adapt tools/faults.py"
         )
     path.write_text(text.replace(fault.old, fault.new))
-    compiled = path.suffix in (".c", ".h")
     try:
-        if compiled:
+        if module and is_c(fault.file):
             module.rebuild(path)
         return caught_by(fault, tree)
     finally:
         path.write_text(text)
-        if compiled:
+        if module and is_c(fault.file):
             module.rebuild(path)
 
 
@@ -150,9 +167,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         tree = Path(directory) / "tree"
         shutil.copytree(ROOT, tree, ignore=SKIPPED)
-        (Path(directory) / "objects").mkdir()
-        module = Module(tree, Path(directory) / "objects")
-        for guard in ["stage:any", *dict.fromkeys(f.guard for f in faults if f.guard.startswith("test:"))]:
+        built = sm20.cache_directory() / "emulated"  # kernels without a fault need not be compiled again
+        if built.is_dir():
+            shutil.copytree(built, Path(directory) / "cache" / "emulated")
+        module = Module(tree, Path(directory) / "objects") if any(is_c(fault.file) for fault in faults) else None
+        kinds = {f"{kind}:any" for kind in ("stage", "sm20") if any(f.guard.startswith(kind) for f in faults)}
+        for guard in [*sorted(kinds), *dict.fromkeys(f.guard for f in faults if f.guard.startswith("test:"))]:
             failed = caught_by(Fault("none", "", "", "", guard), tree)
             if failed:
                 console.print(f"the tree fails without a fault: {failed}")
