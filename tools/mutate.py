@@ -33,13 +33,25 @@ from tools.faults import FAULTS, Fault  # noqa: E402
 REPLAY = """
 import sys
 from fermi_engine import device_run, verify
+from fermi_engine.errors import DeviceError
+from fermi_engine.kernels import emulator_build
 from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.stages import STAGES
+
+def compiled(*args, compile=emulator_build._compile):
+    try:
+        compile(*args)
+    except DeviceError as err:  # which would pass for a device that fails in a stage
+        sys.exit(f"a planted fault does not compile: {err}")
+
+emulator_build._compile = compiled
 device_run.open_device = lambda kind: EmulatedDevice(mode="checked", seed=1)
 backend = {"stage": None, "sm20": "emulated"}[sys.argv[1]]
 for stage in STAGES:
-    if stage.form(backend) and not all(row.passed for row in verify.replay(backend, [stage.name])):
-        sys.exit(print(stage.name))
+    failed = [row for row in verify.replay(backend, [stage.name]) if not row.passed] if stage.form(backend) else []
+    if failed:
+        print(f"{stage.name}: {failed[0].metric}, {failed[0].detail}")
+        break
 """
 SKIPPED = shutil.ignore_patterns(
     ".git", ".venv*", "build", "demo", "*.egg-info", "__pycache__", ".pytest_cache", ".hypothesis"
@@ -123,7 +135,7 @@ def caught_by(fault: Fault, tree: Path) -> str:
         return fault.guard if done.returncode == 1 else "" if done.returncode == 0 else f"error: {_last_line(done)}"
     if done.returncode:
         return f"error: {_last_line(done)}"
-    first = done.stdout.strip()
+    first = done.stdout.partition(":")[0]
     return f"{kind}:{first}" if first else ""
 
 
