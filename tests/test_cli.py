@@ -702,8 +702,12 @@ def test_verify_names_the_first_stage_that_diverges(monkeypatch: pytest.MonkeyPa
     assert asked[-1] == (None, None)
     rows[:] = checks(True)
     assert run(capsys, "verify", "--json")[0] == 0
+    monkeypatch.setattr(verify, "formless", lambda backend: ["gdn_chunk", "embed"] if backend is None else [])
     status, out, err = run(capsys, "verify")
-    assert (status, out.splitlines()[-1], err) == (0, "all 2 checks passed", "")
+    assert (status, err) == (0, "")
+    assert out.splitlines()[-1] == "all 2 checks passed; 2 stages have no form here, see --backend cuda, emulated"
+    assert run(capsys, "verify", "--backend", "scalar")[1].splitlines()[-1] == "all 2 checks passed"
+    assert run(capsys, "verify", "--stage", "rope")[1].splitlines()[-1] == "all 2 checks passed"
 
 
 def test_verify_replays_a_stage_on_every_backend_of_this_cpu(monkeypatch: pytest.MonkeyPatch,
@@ -713,6 +717,19 @@ def test_verify_replays_a_stage_on_every_backend_of_this_cpu(monkeypatch: pytest
     assert (status, err) == (0, "")
     assert [(row["stage"], row["backend"], row["verdict"]) for row in json.loads(out)["rows"]] == [
         (stage, backend, "pass") for stage in ("exp_f32", "swiglu") for backend in dispatch.supported()]
+
+
+def test_verify_runs_the_gpus_kernels_where_it_is_asked_to(capsys: pytest.CaptureFixture) -> None:
+    status, out, err = run(capsys, "verify", "--stage", "gdn_chunk", "--backend", "emulated", "--json")
+    assert (status, err) == (0, "")
+    (row,) = json.loads(out)["rows"]
+    assert (row["stage"], row["backend"], row["verdict"]) == ("gdn_chunk", "emulated", "pass")
+    status, out, err = run(capsys, "verify", "--stage", "gdn_chunk", "--backend", "scalar")
+    assert (status, out) == (2, "")
+    assert err == "error: stage gdn_chunk has no form for scalar; it runs on emulated, cuda\n"
+    status, out, err = run(capsys, "verify", "--stage", "rope", "--backend", "gpu")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: unknown backend 'gpu'")
 
 
 def test_verify_names_the_first_tensor_over_its_limit(pack: Path, monkeypatch: pytest.MonkeyPatch,
