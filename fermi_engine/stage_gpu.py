@@ -22,7 +22,6 @@ from fermi_engine.kernels.sm20_attention import HEAD_DIM_STEP, DeviceCache, Devi
 from fermi_engine.stage_cpu import UNWRITTEN
 
 Compute = Callable[[DeviceRun, Arrays], Arrays]
-ONE, MANY = 1, 1000  # multiprocessors for which products take large tiles, and small ones
 
 
 @dataclass(frozen=True)
@@ -146,8 +145,8 @@ def tiles(format: str) -> Candidate:
     def compute(run: DeviceRun, a: Arrays) -> Arrays:
         w, x, source = run.matrix(matrix_of(format, a["w"])), run.put(a["x"], aligned=True), run.put(a["source"])
         out = {"large": _wide(run, len(a["x"]), w.rows, int(a["column"])), "small": run.empty(len(a["source"]), w.rows)}
-        run.tiles_for(ONE).gemm(x, w, out["large"], int(a["column"]))
-        run.tiles_for(MANY).gemm(x, w, out["small"], source=source)
+        run.tiled("large").gemm(x, w, out["large"], int(a["column"]))
+        run.tiled("small").gemm(x, w, out["small"], source=source)
         if format == "f32":
             crooked = run.put(np.append(np.float32(0), a["x"].reshape(-1)), aligned=True)
             out["any"] = run.empty(len(a["x"]), w.rows)
