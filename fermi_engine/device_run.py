@@ -33,10 +33,6 @@ class DeviceRun:
         self.tokens = AttentionKernels(device, self.stream)
         self._buffers: list[DeviceBuffer] = []
 
-    def tiled(self, tile: str) -> GpuKernels:
-        """Kernels whose products take 'large' tiles, or 'small' ones, whatever would be faster."""
-        return GpuKernels(self.device, self.stream, tile=tile)
-
     def put(self, array: np.ndarray, aligned: bool = False) -> DeviceArray:
         """A copy on the device. aligned: whatever `shift` is, at a multiple of 16 bytes."""
         shift = 0 if aligned else self.shift

@@ -33,6 +33,7 @@ TIERS = (
     ("engine", "runs", "device_run"),
     ("stage_cpu", "gpu_runs"),
     ("stage_limits", "stage_gpu"),
+    ("stage_products",),
     ("doctor", "info", "stages", "against"),
     ("verify", "cli_files", "cli_generate"),
     ("cli_verify", "bench"),

@@ -59,12 +59,11 @@ def gdn_chunk_scratch(tokens: int, open_tokens: int, v_heads: int, at_once: int 
 class GpuKernels:
     """Every op, bound to a device and a stream: the engine's own kernels.
 
-    `multiprocessors`, the device's own where not given, only decides which tile shape a product takes, not its bits; `tile`,
-    'large' or 'small', decides it outright.
+    `multiprocessors`, the device's own where not given, only decides which tile shape a product takes, not its bits.
     """
 
-    def __init__(self, device: Device, stream: Stream, multiprocessors: int | None = None, tile: str | None = None) -> None:
-        self.device, self.stream, self.tile = device, stream, tile
+    def __init__(self, device: Device, stream: Stream, multiprocessors: int | None = None) -> None:
+        self.device, self.stream = device, stream
         self.multiprocessors = multiprocessors or device.multiprocessors
 
     def _launch(self, entry: str, grid: tuple[int, ...], threads: int, args: dict[str, Any], flops: float = 0.0,
@@ -114,8 +113,7 @@ class GpuKernels:
             return f"{name}_any", ANY_TILE
         _aligned(name, x)
         large, small = (_tile_time(m, w.rows, tile, self.multiprocessors) for tile in (LARGE_TILE, SMALL_TILE))
-        is_small = SMALL_TILE_COST * small < large if self.tile is None else self.tile == "small"
-        return (f"{name}_small", SMALL_TILE) if is_small else (name, LARGE_TILE)
+        return (f"{name}_small", SMALL_TILE) if SMALL_TILE_COST * small < large else (name, LARGE_TILE)
 
     def grouped_tiles(self, first: DeviceArray, hits: DeviceArray, tiles: DeviceArray, tile_rows: int) -> None:
         """The tile list for grouped_gemm: first int32 [hits + 1], hits int32 [1] -> tiles int32 [1 + 2 * bound].
