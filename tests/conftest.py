@@ -1,4 +1,4 @@
-"""Test settings: one thread for torch, Hypothesis profiles, and soak tests only where they are asked for."""
+"""Test settings: one thread for torch, Hypothesis profiles, soak tests where they are asked for, few packages for `-m gpu`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,18 @@ settings.register_profile("ci", derandomize=True, deadline=None, max_examples=80
 settings.register_profile("soak", deadline=None, max_examples=2000, print_blob=True,
                           suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("soak" if SOAK else "ci")
+
+
+GPU_WORDS = ("mark.gpu", "on_devices(")  # one of them stands in every module with tests for the card
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu` modules without such tests are not even imported: a machine with a card has torch, and not all that the
+    others want (transformers, gguf, pillow)."""
+    if config.getoption("-m") != "gpu" or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return True if not any(word in text for word in GPU_WORDS) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

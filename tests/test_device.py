@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -14,24 +13,11 @@ from fermi_engine.errors import DeviceError, DeviceMemoryError
 from fermi_engine.kernels import cuda, gpu, schedule, selftest
 from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.kernels.gpu import Work, open_device
-
-
-@functools.cache
-def no_cuda() -> str | None:
-    """Why there is no CUDA device here; None where there is one."""
-    try:
-        open_device("cuda").close()
-    except DeviceError as err:
-        return str(err)
-    return None
+from tests.devices import no_cuda, on_devices
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The suite runs on `cuda` where there is a card, and where `-m gpu` demands one."""
-    if "device" in metafunc.fixturenames:
-        wanted = "gpu" in metafunc.config.getoption("-m") or no_cuda() is None
-        card = [pytest.param("cuda", marks=pytest.mark.gpu)] if wanted else []
-        metafunc.parametrize("device", ["emulated", "emulated-shuffled", *card], indirect=True)
+    on_devices(metafunc, "device", ("emulated", "emulated-shuffled"))
 
 
 @pytest.fixture

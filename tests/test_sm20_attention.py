@@ -23,18 +23,14 @@ from fermi_engine.kernels.device_arrays import DeviceMatrix
 from fermi_engine.kernels.gpu import open_device
 from fermi_engine.kernels.sm20_attention import HEAD_DIM_STEP, PAIRS, DeviceCache
 from fermi_engine.stages import find_stage
+from tests.devices import on_devices
 from tests.stages import ORACLES
-from tests.test_device import no_cuda
 
 EMULATORS = {"emulated": {}, "shuffled": {"seed": 7}, "checked": {"mode": "checked"}}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """On `cuda` where there is a card, and where `-m gpu` demands one."""
-    if "run" in metafunc.fixturenames:
-        wanted = "gpu" in metafunc.config.getoption("-m") or no_cuda() is None
-        card = [pytest.param("cuda", marks=pytest.mark.gpu)] if wanted else []
-        metafunc.parametrize("run", ["emulated", "shuffled", *card], indirect=True)
+    on_devices(metafunc, "run", ("emulated", "shuffled"))
 
 
 @contextmanager

@@ -21,19 +21,15 @@ from fermi_engine.kernels.gpu import Device, open_device
 from fermi_engine.kernels.gpu_kernels import CHUNK, OpenChunk, gdn_chunk_scratch
 from fermi_engine.stages import find_stage
 from tests import strategies as draw
+from tests.devices import on_devices
 from tests.stages import ORACLES
 from tests.strategies import Draws
-from tests.test_device import no_cuda
 
 CHUNKED = ORACLES["gdn_chunk"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """On `cuda` too where there is a card, and where `-m gpu` demands one."""
-    if "device" in metafunc.fixturenames:
-        wanted = "gpu" in metafunc.config.getoption("-m") or no_cuda() is None
-        card = [pytest.param("cuda", marks=pytest.mark.gpu)] if wanted else []
-        metafunc.parametrize("device", ["emulated", *card], indirect=True)
+    on_devices(metafunc, "device", ("emulated",))
 
 
 @pytest.fixture

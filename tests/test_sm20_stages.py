@@ -19,9 +19,9 @@ from fermi_engine.kernels.cpu import CpuKernels
 from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.kernels.gpu import Device, open_device
 from fermi_engine.stages import STAGES, Stage, find_stage
+from tests.devices import no_cuda, on_devices
 from tests.oracle import tensors
 from tests.stages import ORACLES
-from tests.test_device import no_cuda
 
 GOLDEN = verify.golden_directory()
 ON_GPU = [stage for stage in STAGES if stage.gpu]
@@ -30,11 +30,7 @@ each_stage = pytest.mark.parametrize("stage", ON_GPU, ids=lambda stage: stage.na
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """On `cuda` too where there is a card, and where `-m gpu` demands one."""
-    if "device" in metafunc.fixturenames:
-        wanted = "gpu" in metafunc.config.getoption("-m") or no_cuda() is None
-        card = [pytest.param("cuda", marks=pytest.mark.gpu)] if wanted else []
-        metafunc.parametrize("device", ["emulated", *card], indirect=True, scope="module")
+    on_devices(metafunc, "device", ("emulated",), scope="module")
 
 
 @pytest.fixture(scope="module")
