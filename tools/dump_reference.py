@@ -27,6 +27,7 @@ from fermi_engine.errors import FermiError  # noqa: E402
 from fermi_engine.pack import Pack  # noqa: E402
 from reference.decoder import Decoder  # noqa: E402
 from tools import oracle  # noqa: E402
+from tools.noise import one_ulp  # noqa: E402
 
 # Float32 engines differ from each other by rounding, and a rounding that moves an activation across the boundary between
 # two 8-bit codes moves it by a whole quantum: rare, large and unpredictable. So the noise is sampled: the float32 reference
@@ -68,11 +69,7 @@ def dump(pack: Pack, ids: list[int], activations: str, seed: int = 0) -> dict[st
 
 
 def _one_ulp(x: torch.Tensor, generator: np.random.Generator) -> torch.Tensor:
-    """Each element moved to the next float32 up or down, or left alone, at random."""
-    values = x.numpy()
-    step = generator.integers(-1, 2, values.shape)
-    moved = np.where(step > 0, np.nextafter(values, np.float32(np.inf)), np.nextafter(values, np.float32(-np.inf)))
-    return torch.from_numpy(np.where(step == 0, values, moved).astype(np.float32))
+    return torch.from_numpy(one_ulp(x.numpy(), generator))
 
 
 def _layer(model: Decoder, i: int, x: torch.Tensor, positions: torch.Tensor) -> Collected:
