@@ -11,31 +11,35 @@ from reference.decoder import Decoder
 from reference.quant import QuantMatrix, unpack_q4_0, unpack_q8_0
 
 
-def decoder(pack: Pack, activations: str = "q8_0", dtype: torch.dtype = torch.float64) -> Decoder:
+def decoder(pack: Pack, activations: str = "q8_0", dtype: torch.dtype = torch.float64, layer: int | None = None) -> Decoder:
     """reference.decoder.Decoder over the pack's stored values.
 
     activations 'q8_0': quantised matrices stay quantised (integer dots); 'f32': they are dequantised first, exactly.
+    layer: of a large pack read this one only; the decoder has neither embedding nor head then.
     """
-    return Decoder(pack.config, params(pack, activations)).to(dtype)
+    return Decoder(pack.config, params(pack, activations, layer)).to(dtype)
 
 
-def params(pack: Pack, activations: str) -> dict[str, object]:
-    """Canonical name -> float32 tensor or QuantMatrix, for every weight in the pack."""
+def params(pack: Pack, activations: str, layer: int | None = None) -> dict[str, object]:
+    """Canonical name -> float32 tensor or QuantMatrix, for every weight in the pack, or in one layer and the final norm."""
     c = pack.config
     found: dict[str, object] = {}
     for name in weight_names(pack):
+        if layer is not None and name != "norm.weight" and not name.startswith(f"layers.{layer}."):
+            continue
         if name.endswith("conv1d.weight"):
             found[name] = torch.from_numpy(np.ascontiguousarray(pack.vector(name).T)).unsqueeze(1)
         elif name in pack.matrix_names:
             found[name] = weight(pack.matrix(name), activations)
         else:
             found[name] = torch.from_numpy(np.array(pack.vector(name)))
-    for layer in range(c.num_hidden_layers if c.num_experts else 0):
-        pairs = [pack.expert(layer, e) for e in range(c.num_experts)]
+    chosen = range(c.num_hidden_layers) if layer is None else (layer,)
+    for i in chosen if c.num_experts else ():
+        pairs = [pack.expert(i, e) for e in range(c.num_experts)]
         for part, which in (("gate_up_proj", 0), ("down_proj", 1)):
             experts = [weight(pair[which], activations) for pair in pairs]
             plain = isinstance(experts[0], torch.Tensor)
-            found[f"layers.{layer}.mlp.experts.{part}"] = torch.stack(experts) if plain else experts
+            found[f"layers.{i}.mlp.experts.{part}"] = torch.stack(experts) if plain else experts
     return found
 
 

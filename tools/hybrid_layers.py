@@ -1,0 +1,183 @@
+"""One layer at a time on the GPU and the CPU, both fed the same input from an empty state, against the reference.
+
+The truth is the float64 reference; the limit twice the worst error of the reference in float32: as it is, and with the
+layer's input moved by one unit in the last place, DRAWS times (as tools/dump_reference.py has it). That counts the roundings
+within the layer, which moving the input of the engine itself does not: sums of 2048 products round 2048 times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fermi_engine.formats import Experts, Matrix
+from fermi_engine.gpu_state import DeviceState
+from fermi_engine.kernels.cpu import CpuKernels
+from fermi_engine.kernels.gpu import Device
+from fermi_engine.model.decoder import Decoder, Positions
+from fermi_engine.model.gpu_layers import Activations, BlockOnDevice, DeltaOnDevice, Kernels
+from fermi_engine.model.gpu_weights import DenseWeights, ExpertWeights
+from fermi_engine.model.weights import silent
+from fermi_engine.pack import Pack
+from fermi_engine.state import DeltaState, HybridState
+from reference import decoder as reference
+from tools import oracle
+from tools.noise import one_ulp
+
+DRAWS = 16
+FACTOR = 2.0
+Arrays = dict[str, np.ndarray]
+
+
+class Cut:
+    """Some layers of a pack as a model of its own (the Weights protocol)."""
+
+    def __init__(self, pack: Pack, layers: tuple[int, ...]) -> None:
+        self._pack, self._layers = pack, layers
+        kinds = tuple(pack.config.layer_types[layer] for layer in layers)
+        self.config = dataclasses.replace(pack.config, num_hidden_layers=len(layers), layer_types=kinds)
+
+    def _name(self, name: str) -> str:
+        if not name.startswith("layers."):
+            return name
+        layer, _, rest = name.removeprefix("layers.").partition(".")
+        return f"layers.{self._layers[int(layer)]}.{rest}"
+
+    def vector(self, name: str) -> np.ndarray:
+        return self._pack.vector(self._name(name))
+
+    def matrix(self, name: str) -> Matrix:
+        return self._pack.matrix(self._name(name))
+
+    def experts(self, layer: int) -> tuple[Experts, Experts]:
+        return self._pack.experts(self._layers[layer])
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What the reference makes of a layer: `arrays` in float64 are output [T, H] and conv [taps-1, C], recurrent [HV, K, V] or
+    k, v [T, HK, D]; `noise` is the largest float32 error of each, by the device that torch ran on; `decided` [T] are tokens
+    whose router had a choice that rounding cannot change, the only ones whose output counts."""
+
+    arrays: Arrays
+    noise: Mapping[str, Mapping[str, float]]
+    decided: np.ndarray
+
+    def errors(self, got: Mapping[str, Any]) -> dict[str, float]:
+        """Largest error of each array."""
+        rows = {name: self.decided if name == "output" else slice(None) for name in self.arrays}
+        return {name: float(np.abs(np.asarray(got[name], np.float64) - right)[rows[name]].max(initial=0.0))
+                for name, right in self.arrays.items()}
+
+    def limits(self) -> dict[str, float]:
+        """What an engine's errors may be."""
+        return {name: FACTOR * max(noise[name] for noise in self.noise.values()) for name in self.arrays}
+
+
+def truth(pack: Pack, layer: int, x: np.ndarray, devices: tuple[str, ...] = ("cpu",), draws: int = DRAWS) -> Truth:
+    """The reference on the input x float32 [T, H]; float32 runs on each of torch's `devices`."""
+    exact = oracle.decoder(pack, "f32", torch.float64, layer)
+    right, margin = _reference(exact, layer, x)
+    single, generator = exact.to(torch.float32), np.random.default_rng(layer)
+    runs: dict[str, list[tuple[Arrays, Arrays]]] = {}
+    for device in devices:
+        there = reference.Decoder(single.config, {name: w.to(device) for name, w in single.params.items()})
+        inputs = [x, *(one_ulp(x, generator) for _ in range(draws))]
+        runs[device] = [_reference(there, layer, moved, device) for moved in inputs]
+    decided = np.ones(len(x), bool)
+    if pack.config.num_experts_per_tok < pack.config.num_experts:
+        worst = max(np.abs(logits["router"] - margin["router"]).max() for made in runs.values() for _, logits in made)
+        ordered = np.sort(margin["router"], axis=1)[:, ::-1]
+        top_k = pack.config.num_experts_per_tok
+        decided = ordered[:, top_k - 1] - ordered[:, top_k] > 2 * FACTOR * worst  # two logits may move towards each other
+    bare = Truth(right, {}, decided)
+    noise = {}
+    for device, made in runs.items():
+        errors = [bare.errors(arrays) for arrays, _ in made]
+        noise[device] = {name: max(error[name] for error in errors) for name in right}
+    return Truth(right, noise, decided)
+
+
+def _reference(model: reference.Decoder, layer: int, x: np.ndarray, device: str = "cpu") -> tuple[Arrays, Arrays]:
+    """Output and state of a layer, and its router's logits."""
+    seen: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        tables = [table.to(device) for table in model.rope_tables(torch.arange(len(x)).expand(3, -1))]
+        state = {name: array.to(device) for name, array in model.initial_state()[layer].items()}
+        out, state = model.forward_layer(layer, torch.from_numpy(x).to(device, model.dtype), state, *tables, seen.__setitem__)
+    logits = seen.get(f"layers.{layer}.router_logits")
+    arrays = {name: array.double().cpu().numpy() for name, array in {"output": out, **state}.items()}
+    return arrays, {} if logits is None else {"router": logits.double().cpu().numpy()}
+
+
+def on_cpu(pack: Pack, kernels: CpuKernels, layer: int, x: np.ndarray) -> Arrays:
+    """The same arrays by the engine's CPU path with float32 activations."""
+    cut = Cut(pack, (layer,))
+    decoder = Decoder(cut, kernels, "f32")
+    state = HybridState.fresh(cut.config, 64)
+    state.reserve(len(x))
+    part = state.layers[0]
+    out = decoder.layers[0].forward(kernels, x, part, Positions.of(decoder, 0, len(x)), "f32", silent)
+    if isinstance(part, DeltaState):
+        return {"output": out, "conv": part.conv, "recurrent": part.recurrent}
+    return {"output": out, **dict(zip("kv", part.filled(len(x)), strict=True))}
+
+
+def on_gpu(pack: Pack, kernels: CpuKernels, layer: int, x: np.ndarray, device: Device) -> Arrays:
+    """The same by the GPU's kernels; what is allocated is freed again."""
+    cut, stream, tokens = Cut(pack, (layer,)), device.stream("layer"), len(x)
+    c, owned = cut.config, []
+
+    def room(nbytes: int, name: str) -> Any:
+        owned.append(device.alloc(nbytes, name))
+        return owned[-1]
+
+    plan = Activations(c, tokens)
+    block = BlockOnDevice(c, Kernels(device, stream), plan.within(room(plan.nbytes, "activations")), tokens, 0)
+    rotary = Decoder(cut, kernels, "f32").rotary
+    positions = np.ascontiguousarray(np.broadcast_to(np.arange(tokens, dtype=np.int32), (3, tokens)))
+    for part, host in (("x", x), ("positions", positions), ("inv_freq", rotary.inv_freq), ("axis", rotary.axis)):
+        block[part].upload(device, host, stream)
+    buffers = [room(nbytes, "state") if nbytes else None for nbytes in DeviceState.nbytes(c, tokens)]
+    state = DeviceState(c, tokens, *buffers)
+    state.upload(device, stream, HybridState.fresh(c, 64))
+    dense = DenseWeights(cut, 0)
+    memory = room(dense.nbytes, "dense")
+    for offset, piece in dense.pieces():
+        device.h2d(memory, piece, stream, offset)
+    _run(block, dense.within(memory), state.layers[0])
+    if c.num_experts:
+        experts = ExpertWeights(cut, 0)
+        memory = room(experts.nbytes, "experts")
+        device.h2d(memory, experts.host, stream)
+        block.routed(*experts.within(memory))
+    block.finish()
+    found = {name: _down(device, array, stream) for name, array in _parts(block, state.layers[0]).items()}
+    for buffer in owned:
+        device.free(buffer)
+    return {name: array.transpose(1, 0, 2) if name in "kv" else array for name, array in found.items()}
+
+
+def _run(block: BlockOnDevice, w: dict[str, Any], state: Any) -> None:
+    """Everything before the routed experts."""
+    block.tables()
+    block.mixer(w, state)
+    block.route(w)
+    block.shared(w)
+
+
+def _parts(block: BlockOnDevice, state: Any) -> dict[str, Any]:
+    if isinstance(state, DeltaOnDevice):
+        return {"output": block["x"], "conv": state.conv, "recurrent": state.final}
+    return {"output": block["x"], "k": state.k, "v": state.v}
+
+
+def _down(device: Device, array: Any, stream: Any) -> np.ndarray:
+    out = np.empty(array.shape, np.float32)
+    array.download(device, out, stream)
+    return out
