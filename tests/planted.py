@@ -1,9 +1,10 @@
-"""A source tree with the kernels of planted.cu beside the real headers, for tests of the emulator and of the builds."""
+"""Source trees with faults: the kernels of planted.cu beside the real headers, or the real kernels with one text replaced."""
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,6 +30,32 @@ def make_tree(root: Path, ops_h: str = "", **kernels: str) -> Path:
     for op, source in kernels.items():
         (csrc / "sm20" / f"{op}.cu").write_text(source)
     return csrc
+
+
+@contextmanager
+def faulty(root: Path, file: str, right: str, wrong: str) -> Iterator[None]:
+    """The kernels inside are those that ship with one text replaced in csrc/sm20/<file>; copied to `root`/csrc."""
+    for folder in ("emulator", "sm20"):
+        shutil.copytree(sm20.csrc() / folder, root / "csrc" / folder)
+    path = root / "csrc" / "sm20" / file
+    text = path.read_text()
+    assert right in text
+    path.write_text(text.replace(right, wrong))
+    with sources_from(root / "csrc"):
+        yield
+
+
+def in_a_child(question: Callable[[], bool]) -> bool:
+    """Asked in a forked process, with which faulty kernels and the stacks of their threads go away."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if question() else 1)
+        finally:
+            os._exit(2)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 1)
+    return status == 0
 
 
 @contextmanager
