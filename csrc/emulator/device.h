@@ -33,6 +33,9 @@ extern fermi_position fermi_here;
 #define blockIdx fermi_here.block
 #define blockDim fermi_here.threads
 #define gridDim fermi_here.blocks
+#define reread_thread() ((int)threadIdx.x)
+#define reread_block_x() ((int)blockIdx.x)
+#define reread_block_y() ((int)blockIdx.y)
 #define DYNAMIC_SHARED(type, name) type *const name = (type *)fermi_here.dynamic_shared
 
 /* Barriers are told apart by their line: threads of a block that wait at different lines have diverged. */

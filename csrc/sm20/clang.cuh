@@ -32,6 +32,17 @@ FERMI_REGISTERS(fermi_blocks, nctaid)
 #define blockDim fermi_threads()
 #define gridDim fermi_blocks()
 
+#define FERMI_REREAD(name, sreg)                                                                                        \
+    FERMI_BUILTIN int name()                                                                                            \
+    {                                                                                                                   \
+        int x;                                                                                                          \
+        asm volatile("mov.u32 %0, %%" sreg ";" : "=r"(x));                                                              \
+        return x;                                                                                                       \
+    }
+FERMI_REREAD(reread_thread, "tid.x")
+FERMI_REREAD(reread_block_x, "ctaid.x")
+FERMI_REREAD(reread_block_y, "ctaid.y")
+
 #define FERMI_VECTOR2(name, type)                                                                                       \
     struct __align__(8) name {                                                                                          \
         type x, y;                                                                                                      \

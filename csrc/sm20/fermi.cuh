@@ -8,6 +8,8 @@
  *   float2, float4, int2, int4, uint2, uint4 and make_<type>;
  *   float_of, bits_of, double_of, bits_of_double; half_to_float, float_to_half; popcount;
  *   __syncthreads_count/_and/_or, warp_ballot, atomicAdd (int, unsigned);
+ *   reread_thread, reread_block_x, reread_block_y: threadIdx.x, blockIdx.x and .y read anew; what is made of them behind a
+ *   loop takes no registers in it;
  *   DYNAMIC_SHARED(type, name): the launch's dynamic shared memory, aligned to 16 bytes;
  *   math.cuh: f32_exp, f32_log1p, f32_tanh, f32_sin, f32_cos, f32_sigmoid, f32_silu, f32_softplus, f32_rsqrt;
  *   ops.h: the argument structs.

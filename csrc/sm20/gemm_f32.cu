@@ -29,20 +29,23 @@ extern "C" __global__ __launch_bounds__(any_shape::THREADS) void gemm_f32_any(ge
 {
     typedef any_shape S;
     __shared__ float4 shared[S::BUFFER / 4];
-    float *s = (float *)shared, *x = s + S::row(0), *w = s + GEMM_SLICE * S::LD + S::col(0);
-    int row = (int)blockIdx.y * S::ROWS, col = (int)blockIdx.x * S::COLS;
-    float acc[S::TM][S::TN] = {};
-    for (int64_t k = 0; k < a.k; k += GEMM_SLICE) {
-        int depth = (int)min_of<int64_t>(GEMM_SLICE, a.k - k);
-        __syncthreads();
-        any_fill(s, a.x + k, depth, a.x_stride, a.source, row, (int)a.m);
-        any_fill(s + GEMM_SLICE * S::LD, (const float *)a.w + k, depth, a.k, (const int32_t *)0, col, (int)a.n);
-        __syncthreads();
-        if (depth == GEMM_SLICE)
-            gemm_steps<S, GEMM_SLICE>(acc, x, w);
-        else
-            for (int i = 0; i < depth; i++)
-                gemm_steps<S, 1>(acc, x + i * S::LD, w + i * S::LD);
+    float *s = (float *)shared, *x = s + S::row(threadIdx.x, 0), *w = s + GEMM_SLICE * S::LD + S::col(threadIdx.x, 0);
+    int row = (int)blockIdx.y * S::ROWS, col = (int)blockIdx.x * S::COLS, k = 0;
+    float acc[S::TM][S::TN];
+    for (bool added = false; k < a.k; added = true) {
+        int end = min_of((int)a.k, k + (blocks_of((int)a.k, 16) * 16 - k - 1) % GEMM_PART + 1);
+        for (gemm_clear<S>(acc); k < end; k += GEMM_SLICE) {
+            int depth = min_of(GEMM_SLICE, end - k);
+            __syncthreads();
+            any_fill(s, a.x + k, depth, a.x_stride, a.source, row, (int)a.m);
+            any_fill(s + GEMM_SLICE * S::LD, (const float *)a.w + k, depth, a.k, (const int32_t *)0, col, (int)a.n);
+            __syncthreads();
+            if (depth == GEMM_SLICE)
+                gemm_steps<S, GEMM_SLICE>(acc, x, w);
+            else
+                for (int i = 0; i < depth; i++)
+                    gemm_steps<S, 1>(acc, x + i * S::LD, w + i * S::LD);
+        }
+        gemm_store<S>(acc, a.y + row * a.y_stride + col, a.y_stride, (int)a.m - row, (int)a.n - col, added);
     }
-    gemm_store<S>(acc, a.y + row * a.y_stride + col, a.y_stride, (int)a.m - row, (int)a.n - col);
 }

@@ -15,6 +15,7 @@
 #include "fermi.cuh"
 
 #define GEMM_SLICE 8
+#define GEMM_PART 512 /* columns in one chain of additions */
 #define METHOD __device__ __forceinline__
 
 template <int ROWS_, int THREADS_, int LD_> struct gemm_source {

@@ -1,7 +1,9 @@
 /* One block's tile of y = x W^T for every kernel of the family: how threads share it, the loop over k, the store.
  *
- * Every element of y is one chain acc = fmaf(x[k], w[k], acc) over k rising from +0.0, in whatever tile it falls: tile
- * shapes, row counts and the format's being expanded before or on the way change no bit.
+ * Every element of y is a sum of chains acc = fmaf(x[k], w[k], acc) over parts of 512 columns (ops.h), in whatever tile
+ * it falls: tile shapes, row counts and the format's being expanded before or on the way change no bit. One chain over a
+ * whole row errs by as much as its length, four times what other float32 products do at 4096 columns. The sum of the
+ * parts stands in y, since registers have no room for it; the reading of slices goes on through the ends of parts.
  *
  * A warp's 32 lanes stand LM high and LN wide; a thread has TM rows and TN columns, in pairs that lie side by side for
  * 64-bit shared loads: pair p of a lane stands at 2 (p L + lane). Low lane bits count rows and columns in turn, so that
@@ -15,6 +17,8 @@
 
 #include "gemm_source.cuh"
 
+#define GEMM_PART_PAIRS (GEMM_PART / (2 * GEMM_SLICE))
+
 template <int TM_, int TN_, int WM_, int WN_> struct gemm_shape {
     enum {
         TM = TM_, TN = TN_, LM = 4, LN = 8, WM = WM_, WN = WN_,
@@ -22,35 +26,28 @@ template <int TM_, int TN_, int WM_, int WN_> struct gemm_shape {
         LD = (ROWS > COLS ? ROWS : COLS) + 4, BUFFER = 2 * GEMM_SLICE * LD, FLOATS = 2 * BUFFER
     };
 
-    static METHOD int lane_row()
+    /* First row and column of the warp of thread t. */
+    static METHOD int warp_row(unsigned t)
     {
-        return (threadIdx.x & 1) | ((threadIdx.x >> 1) & 2);
+        return (int)(t >> 5) / WN * (LM * TM);
     }
 
-    static METHOD int lane_col()
+    static METHOD int warp_col(unsigned t)
     {
-        return ((threadIdx.x >> 1) & 1) | ((threadIdx.x >> 2) & 6);
+        return (int)(t >> 5) % WN * (LN * TN);
     }
 
-    static METHOD int warp_row()
+    /* Row or column of the tile that value i of thread t belongs to. */
+    static METHOD int row(unsigned t, int i)
     {
-        return (int)(threadIdx.x >> 5) / WN * (LM * TM);
+        int lane = (int)((t & 1) | ((t >> 1) & 2));
+        return warp_row(t) + 2 * ((i >> 1) * LM + lane) + (i & 1);
     }
 
-    static METHOD int warp_col()
+    static METHOD int col(unsigned t, int j)
     {
-        return (int)(threadIdx.x >> 5) % WN * (LN * TN);
-    }
-
-    /* Row or column of the tile that value i of a thread belongs to. */
-    static METHOD int row(int i)
-    {
-        return warp_row() + 2 * ((i >> 1) * LM + lane_row()) + (i & 1);
-    }
-
-    static METHOD int col(int j)
-    {
-        return warp_col() + 2 * ((j >> 1) * LN + lane_col()) + (j & 1);
+        int lane = (int)(((t >> 1) & 1) | ((t >> 2) & 6));
+        return warp_col(t) + 2 * ((j >> 1) * LN + lane) + (j & 1);
     }
 };
 
@@ -91,21 +88,27 @@ template <class S, class X, class W> INLINE void gemm_stash(float *s, const X &x
     x.stash(s, left);
 }
 
-/* The sums of a tile over `pairs` pairs of slices. Warps whose rows are all beyond `rows` only help to read. */
-template <class S, class X, class W>
-INLINE void gemm_sums(float (&acc)[S::TM][S::TN], float *s, X &x, W &w, int pairs, int rows)
+template <class S> INLINE void gemm_clear(float (&acc)[S::TM][S::TN])
 {
-    const float *a = s + S::row(0), *b = s + GEMM_SLICE * S::LD + S::col(0);
-    bool works = S::warp_row() < rows;
 #pragma unroll
     for (int i = 0; i < S::TM; i++)
 #pragma unroll
         for (int j = 0; j < S::TN; j++)
             acc[i][j] = 0.0f;
-    gemm_fetch<0>(x, w, pairs);
-    gemm_stash<S>(s, x, w, pairs);
+}
+
+/* The sums of a tile over its next part: `left` pairs of slices are left before, and a multiple of a part's afterwards. The
+ * first slice has been fetched, and that of the next part will be. Warps whose rows are all beyond `rows` only help to
+ * read. */
+template <class S, class X, class W>
+INLINE void gemm_sums(float (&acc)[S::TM][S::TN], float *s, X &x, W &w, int &left, int rows)
+{
+    const float *a = s + S::row(threadIdx.x, 0), *b = s + GEMM_SLICE * S::LD + S::col(threadIdx.x, 0);
+    bool works = S::warp_row(threadIdx.x) < rows;
+    gemm_clear<S>(acc);
+    gemm_stash<S>(s, x, w, left);
     __syncthreads();
-    for (int left = pairs;;) {
+    for (;;) {
         gemm_fetch<1>(x, w, left);
         if (works)
             gemm_steps<S, GEMM_SLICE>(acc, a, b);
@@ -118,25 +121,27 @@ INLINE void gemm_sums(float (&acc)[S::TM][S::TN], float *s, X &x, W &w, int pair
             gemm_fetch<0>(x, w, left);
         if (works)
             gemm_steps<S, GEMM_SLICE>(acc, a + S::BUFFER, b + S::BUFFER);
-        if (left <= 0)
+        if (left % GEMM_PART_PAIRS == 0)
             return;
         gemm_stash<S>(s, x, w, left);
         __syncthreads();
     }
 }
 
-/* Rows and columns of a thread's sums that lie inside [rows, cols], to y, which points at the tile's first element. */
+/* Rows and columns of a thread's sums that lie inside [rows, cols], to y, which points at the tile's first element; added to
+ * what is there from earlier parts. */
 template <class S>
-INLINE void gemm_store(const float (&acc)[S::TM][S::TN], float *y, int64_t stride, int rows, int cols)
+INLINE void gemm_store(const float (&acc)[S::TM][S::TN], float *y, int64_t stride, int rows, int cols, bool added)
 {
+    unsigned t = (unsigned)reread_thread();
 #pragma unroll
     for (int i = 0; i < S::TM; i++)
-        if (S::row(i) < rows) {
-            float *to = y + S::row(i) * stride;
+        if (S::row(t, i) < rows) {
+            float *to = y + S::row(t, i) * stride;
 #pragma unroll
             for (int j = 0; j < S::TN; j++)
-                if (S::col(j) < cols)
-                    to[S::col(j)] = acc[i][j];
+                if (S::col(t, j) < cols)
+                    to[S::col(t, j)] = added ? to[S::col(t, j)] + acc[i][j] : acc[i][j];
         }
 }
 

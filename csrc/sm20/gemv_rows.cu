@@ -55,18 +55,23 @@ template <class W> INLINE void gemv_rows(const gemm_args &g, float4 *x)
     unsigned t = threadIdx.x, row = blockIdx.x * BLOCK + t, group = min_of(row, (unsigned)g.n - 1) / 8;
     const float4 *from = (const float4 *)(g.x + (g.source ? g.source[blockIdx.y] : (int)blockIdx.y) * g.x_stride);
     const uint8_t *block = (const uint8_t *)g.w + (int64_t)group * (g.k / 32) * W::BYTES;
-    float acc = 0.0f;
+    float acc = 0.0f, sum = -0.0f; /* to which anything is added without a change */
     for (int left = (int)g.k; left > 0; left -= CHUNK, from += CHUNK / 4) {
         int count = min_of(left, (int)CHUNK);
         __syncthreads();
         for (int i = (int)t; i < count / 4; i += BLOCK)
             x[i] = from[i];
         __syncthreads();
-        for (int i = 0; i < count / 4; i += 8, block += W::BYTES)
+        for (int i = 0; i < count / 4; i += 8, block += W::BYTES) {
             acc = W::add(acc, block, row % 8, x + i);
+            if ((left - 4 * i) % GEMM_PART == 32) {
+                sum += acc;
+                acc = 0.0f;
+            }
+        }
     }
     if (row < g.n)
-        g.y[blockIdx.y * g.y_stride + row] = acc;
+        g.y[blockIdx.y * g.y_stride + row] = sum;
 }
 
 extern "C" __global__ __launch_bounds__(BLOCK) void gemv_rows_q4_0(gemm_args a)

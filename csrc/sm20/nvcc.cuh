@@ -40,6 +40,17 @@ FERMI_BUILTIN unsigned warp_ballot(int p)
     return mask;
 }
 
+#define FERMI_REREAD(name, sreg)                                                                                        \
+    FERMI_BUILTIN int name()                                                                                            \
+    {                                                                                                                   \
+        int x;                                                                                                          \
+        asm volatile("mov.u32 %0, %%" sreg ";" : "=r"(x));                                                              \
+        return x;                                                                                                       \
+    }
+FERMI_REREAD(reread_thread, "tid.x")
+FERMI_REREAD(reread_block_x, "ctaid.x")
+FERMI_REREAD(reread_block_y, "ctaid.y")
+
 #define FERMI_HALF_ASM 1
 extern __shared__ float4 fermi_dynamic_shared[];
 #define DYNAMIC_SHARED(type, name) type *const name = (type *)fermi_dynamic_shared

@@ -28,8 +28,10 @@ typedef struct {
 } selftest_args;
 ENTRY(selftest, selftest, selftest_args)
 
-/* Matrix products, y[m, n] = x[m, k] W[n, k]^T. Every element of y is one chain acc = fmaf(x[k], w[k], acc), k rising,
- * from +0.0: no k is split, and tile shape, row count, gathered or grouped rows and where W is expanded change no bit.
+/* Matrix products, y[m, n] = x[m, k] W[n, k]^T. The columns fall into parts of 512, counted from the end of k rounded up to
+ * a multiple of 16, so that the first may be shorter. A part is one chain acc = fmaf(x[k], w[k], acc), k rising, from
+ * +0.0; an element of y is the first part, then each next one added. So the sum depends on k alone: tile shape, row
+ * count, gathered or grouped rows and where W is expanded change no bit. y overlaps no input.
  * w of q4_0 and q8_0 is (float)(code - 8) * d or (float)code * d, d the stored half: what dequantize gives.
  * Tile shapes, all of the same bits; grid (ceil(n / cols), ceil(m / rows)):
  *   gemm_<format>        64 rows x 128 cols, block 256; warps whose 16 rows are all beyond m skip the arithmetic;
