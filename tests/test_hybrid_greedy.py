@@ -16,7 +16,7 @@ from tests.devices import on_devices
 from tools import hybrid_greedy
 from tools.hybrid_greedy import CHATS, SHARE, STEPS, TINY, Float32Prefill, Report, compare
 
-FEW = CHATS if os.environ.get("FERMI_SOAK") else 8  # chats in the emulator: two seconds each
+FEW = CHATS if os.environ.get("FERMI_SOAK") else 6  # chats in the emulator: three seconds each
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -61,11 +61,11 @@ class Cut:
 @dataclass(frozen=True)
 class Truth:
     """What the reference makes of a layer: `arrays` in float64 are output [T, H] and conv [taps-1, C], recurrent [HV, K, V] or
-    k, v [T, HK, D]; `noise` is the largest float32 error of each, by the device that torch ran on; `decided` [T] are tokens
-    whose router had a choice that rounding cannot change, the only ones whose output counts."""
+    k, v [T, HK, D]; `noise` is the largest float32 error of each; `decided` [T] are tokens whose router had a choice that
+    rounding cannot change, the only ones whose output counts."""
 
     arrays: Arrays
-    noise: Mapping[str, Mapping[str, float]]
+    noise: Mapping[str, float]
     decided: np.ndarray
 
     def errors(self, got: Mapping[str, Any]) -> dict[str, float]:
@@ -76,43 +76,34 @@ class Truth:
 
     def limits(self) -> dict[str, float]:
         """What an engine's errors may be."""
-        return {name: FACTOR * max(noise[name] for noise in self.noise.values()) for name in self.arrays}
+        return {name: FACTOR * noise for name, noise in self.noise.items()}
 
 
-def truth(pack: Pack, layer: int, x: np.ndarray, devices: tuple[str, ...] = ("cpu",), draws: int = DRAWS) -> Truth:
-    """The reference on the input x float32 [T, H]; float32 runs on each of torch's `devices`."""
+def truth(pack: Pack, layer: int, x: np.ndarray, draws: int = DRAWS) -> Truth:
+    """The reference on the input x float32 [T, H]."""
     exact = oracle.decoder(pack, "f32", torch.float64, layer)
-    right, margin = _reference(exact, layer, x)
+    right, logits = _reference(exact, layer, x)
     single, generator = exact.to(torch.float32), np.random.default_rng(layer)
-    runs: dict[str, list[tuple[Arrays, Arrays]]] = {}
-    for device in devices:
-        there = reference.Decoder(single.config, {name: w.to(device) for name, w in single.params.items()})
-        inputs = [x, *(one_ulp(x, generator) for _ in range(draws))]
-        runs[device] = [_reference(there, layer, moved, device) for moved in inputs]
-    decided = np.ones(len(x), bool)
-    if pack.config.num_experts_per_tok < pack.config.num_experts:
-        worst = max(np.abs(logits["router"] - margin["router"]).max() for made in runs.values() for _, logits in made)
-        ordered = np.sort(margin["router"], axis=1)[:, ::-1]
-        top_k = pack.config.num_experts_per_tok
+    runs = [_reference(single, layer, moved) for moved in (x, *(one_ulp(x, generator) for _ in range(draws)))]
+    decided, top_k = np.ones(len(x), bool), pack.config.num_experts_per_tok
+    if logits is not None and top_k < pack.config.num_experts:
+        worst = max(np.abs(moved - logits).max() for _, moved in runs)
+        ordered = np.sort(logits, axis=1)[:, ::-1]
         decided = ordered[:, top_k - 1] - ordered[:, top_k] > 2 * FACTOR * worst  # two logits may move towards each other
-    bare = Truth(right, {}, decided)
-    noise = {}
-    for device, made in runs.items():
-        errors = [bare.errors(arrays) for arrays, _ in made]
-        noise[device] = {name: max(error[name] for error in errors) for name in right}
-    return Truth(right, noise, decided)
+    errors = [Truth(right, {}, decided).errors(arrays) for arrays, _ in runs]
+    return Truth(right, {name: max(error[name] for error in errors) for name in right}, decided)
 
 
-def _reference(model: reference.Decoder, layer: int, x: np.ndarray, device: str = "cpu") -> tuple[Arrays, Arrays]:
-    """Output and state of a layer, and its router's logits."""
+def _reference(model: reference.Decoder, layer: int, x: np.ndarray) -> tuple[Arrays, np.ndarray | None]:
+    """Output and state of a layer, and its router's logits if it has one."""
     seen: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        tables = [table.to(device) for table in model.rope_tables(torch.arange(len(x)).expand(3, -1))]
-        state = {name: array.to(device) for name, array in model.initial_state()[layer].items()}
-        out, state = model.forward_layer(layer, torch.from_numpy(x).to(device, model.dtype), state, *tables, seen.__setitem__)
+        tables = model.rope_tables(torch.arange(len(x)).expand(3, -1))
+        state = model.initial_state()[layer]
+        out, state = model.forward_layer(layer, torch.from_numpy(x).to(model.dtype), state, *tables, seen.__setitem__)
     logits = seen.get(f"layers.{layer}.router_logits")
-    arrays = {name: array.double().cpu().numpy() for name, array in {"output": out, **state}.items()}
-    return arrays, {} if logits is None else {"router": logits.double().cpu().numpy()}
+    arrays = {name: array.double().numpy() for name, array in {"output": out, **state}.items()}
+    return arrays, None if logits is None else logits.double().numpy()
 
 
 def on_cpu(pack: Pack, kernels: CpuKernels, layer: int, x: np.ndarray) -> Arrays:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,13 +34,13 @@ from tests.sm20_cases import CASES, FAULTS, Bench  # noqa: E402
 
 TOOLS = {"memcheck": ("--padding", "1024"), "racecheck": (), "synccheck": (), "initcheck": ()}
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
-FINDING = re.compile(r"^=+ +((?:Invalid|Error|Warning|Barrier|Uninitialized|Potential|Race|Program hit).*)$", re.MULTILINE)
+PLACE = re.compile(r"^=+ +(?:at|Race reported between .* access at) (\w+)\+0x|^=+ +(Program hit .*)$", re.MULTILINE)
 TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A tool's run: errors it counts (None where it did not end), launches by entry, seconds, its first findings."""
+    """A tool's run: errors it counts (None where it did not end), launches by entry, seconds, where they are."""
 
     tool: str
     errors: int | None
@@ -66,7 +67,8 @@ def run(tool: str, what: str) -> Outcome:
     found = SUMMARY.findall(text)
     launched = re.search(r"^LAUNCHED (.*)$", text, re.MULTILINE)
     errors = sum(int(count or hazards) for count, hazards in found) if found else None
-    findings = FINDING.findall(text)[:3] if launched else text.splitlines()[-8:]
+    places = Counter(kernel or call for kernel, call in PLACE.findall(text))
+    findings = [f"{count} in {place}" for place, count in places.most_common(5)] or text.splitlines()[-3:] * (not launched)
     return Outcome(tool, errors, json.loads(launched[1]) if launched else {}, time.perf_counter() - start, findings)
 
 
@@ -99,7 +101,7 @@ def prefill(device: Device) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         pack = convert(ROOT / "golden" / "tiny", Path(folder) / "tiny.pack", "q4_0")
-        engine = Engine.load(pack, config=EngineConfig(threads=1))
+        engine = Engine.load(pack, config=EngineConfig(threads=1, load="resident"))
         ids = np.arange(100, 200, dtype=np.int32)
         vram = HybridPrefill(device, engine.pack, engine.decoder, token_block=64).plan(0, len(ids)).total - 1
         run = HybridPrefill(device, engine.pack, engine.decoder, vram, token_block=64)
