@@ -12,8 +12,10 @@ from fermi_engine import Engine, EngineConfig
 from fermi_engine.convert import convert
 from fermi_engine.gpu_prefill import HybridPrefill
 from fermi_engine.kernels.emulated import EmulatedDevice
+from fermi_engine.model.decoder import Decoder
 from fermi_engine.state import HybridState
 from tools.make_checkpoint import make_checkpoint
+from tools.noise import nudge
 
 TINY = Path(__file__).resolve().parent.parent / "golden" / "tiny"
 NOISE_DRAWS = 4
@@ -87,22 +89,8 @@ def run(engine: Engine, ids: np.ndarray, device: Any = None, notes: list[str] | 
 
 def cpu_run(engine: Engine, ids: np.ndarray, seed: int | None = None) -> dict[str, np.ndarray]:
     """Last hidden row and state of the CPU path; with a seed each layer's input is moved by one unit in the last place."""
-    state, layers = fresh(engine), engine.decoder.layers
-    generator = np.random.default_rng(seed)
-
-    def moved(forward: Any) -> Any:
-        def call(k: Any, x: np.ndarray, *rest: Any) -> np.ndarray:
-            step = generator.integers(-1, 2, x.shape)
-            towards = np.where(step == 0, x, np.where(step > 0, np.float32(np.inf), np.float32(-np.inf)))
-            return forward(k, np.nextafter(x, towards), *rest)
-        return call
-
+    state, decoder = fresh(engine), engine.decoder
     if seed is not None:
-        for layer in layers:
-            layer.forward = moved(layer.forward)
-    try:
-        hidden = engine.decoder.hidden(ids, state)
-    finally:
-        for layer in layers:
-            vars(layer).pop("forward", None)
+        decoder = nudge(Decoder(engine.pack, engine.kernels, decoder.mode), seed)
+    hidden = decoder.hidden(ids, state)
     return {**state.arrays(), "hidden": hidden[-1:]}

@@ -11,11 +11,12 @@ import torch
 from fermi_engine.engine import Engine
 from fermi_engine.kernels.gpu import Device, open_device
 from tests.devices import on_devices
-from tests.hybrid_models import MODELS, float32_engines
+from tests.gpu_cases import engines, packs
 from tools import hybrid_layers, oracle
 from tools.hybrid_greedy import TINY, chat
 from tools.tiny_tasks import Encoder
 
+MODELS = ("trained", "moe", "moe-q8_0", "dense")
 TOKENS = 100  # a chunk of the delta rule and an open one
 UNDECIDED = 0.05  # of the tokens, at most, may be left out of a layer's output
 
@@ -29,11 +30,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     opened = open_device(request.param)
     yield opened
     opened.close()
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
-    return float32_engines(tmp_path_factory.mktemp("layers"))
 
 
 def inputs(engine: Engine, name: str) -> Iterator[tuple[int, np.ndarray]]:

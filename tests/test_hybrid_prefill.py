@@ -11,17 +11,18 @@ import pytest
 import torch
 
 from fermi_engine import Engine
+from fermi_engine.errors import DeviceError
 from fermi_engine.gpu_prefill import HybridPrefill
 from fermi_engine.kernels.gpu import Device, open_device
 from fermi_engine.model.decoder import Decoder
 from fermi_engine.state import HybridState, KVPages
 from reference import decoder as reference
 from tests.devices import on_devices
-from tests.hybrid_models import MODELS, float32_engines
+from tests.gpu_cases import engines, fresh, ids_for, packs
 from tools import oracle
 from tools.noise import nudge, one_ulp
 
-LENGTH = 150  # two chunks of the delta rule and an open one, two blocks of attention
+MODELS = ("trained", "moe", "moe-q8_0", "dense")
 DRAWS = 8
 Arrays = dict[str, np.ndarray]
 
@@ -35,15 +36,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     opened = open_device(request.param)
     yield opened
     opened.close()
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
-    return float32_engines(tmp_path_factory.mktemp("prefill"))
-
-
-def ids_for(engine: Engine, length: int = LENGTH) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, engine.config.vocab_size, length).astype(np.int32)
 
 
 def by_reference(model: reference.Decoder, ids: np.ndarray, seed: int | None = None) -> Arrays:
@@ -70,14 +62,14 @@ def left(hidden: np.ndarray, state: HybridState) -> Arrays:
 
 def on_cpu(engine: Engine, ids: np.ndarray, kv_format: str, seed: int | None = None) -> Arrays:
     """By the CPU's float32 path; with a seed every layer's input is moved by one unit in the last place."""
-    decoder, state = Decoder(engine.pack, engine.kernels, "f32"), HybridState.fresh(engine.config, 64, kv_format)
+    decoder, state = Decoder(engine.pack, engine.kernels, "f32"), fresh(engine, kv_format)
     return left((decoder if seed is None else nudge(decoder, seed)).hidden(ids, state), state)
 
 
-def on_gpu(engine: Engine, ids: np.ndarray, kv_format: str, device: Device, cuts: Sequence[int]) -> Arrays:
+def on_gpu(engine: Engine, ids: np.ndarray, kv_format: str, device: Device, cuts: Sequence[int], gemm: str) -> Arrays:
     """By GPU prefill up to each of `cuts` and to the end; after each a token by the CPU."""
-    prefill = HybridPrefill(device, engine.pack, engine.decoder, note=lambda _: None)
-    state, begin = HybridState.fresh(engine.config, 64, kv_format), 0
+    prefill = HybridPrefill(device, engine.pack, engine.decoder, note=lambda _: None, gemm=gemm)
+    state, begin = fresh(engine, kv_format), 0
     for cut in cuts:
         prefill.run(ids[begin:cut], state)
         engine.decoder.hidden(ids[cut : cut + 1], state)
@@ -88,7 +80,8 @@ def on_gpu(engine: Engine, ids: np.ndarray, kv_format: str, device: Device, cuts
     return left(hidden, state)
 
 
-def assert_errs_as_float32(engine: Engine, device: Device, kv_format: str = "f32", cuts: Sequence[int] = ()) -> None:
+def assert_errs_as_float32(engine: Engine, device: Device, kv_format: str = "f32", cuts: Sequence[int] = (),
+                           gemm: str = "own") -> None:
     """From the float64 reference the GPU may be twice as far as the worst of other float32 runs: the reference and the CPU
     path, each as it is and with layer inputs moved by one unit in the last place. The reference counts because it too adds
     long sums in order, as the CPU path does not. Keys and values in a shorter format are so on the CPU as well."""
@@ -97,7 +90,7 @@ def assert_errs_as_float32(engine: Engine, device: Device, kv_format: str = "f32
     seeds = (None, *range(DRAWS))
     others = [by_reference(single, ids, seed) for seed in seeds] + [on_cpu(engine, ids, kv_format, seed) for seed in seeds]
     errors = [distances(other, truth) for other in others]
-    found = distances(on_gpu(engine, ids, kv_format, device, cuts), truth)
+    found = distances(on_gpu(engine, ids, kv_format, device, cuts, gemm), truth)
     assert found.keys() == truth.keys()
     limits = {part: 2 * max(error[part] for error in errors) for part in truth}
     over = {part: (error, limits[part]) for part, error in found.items() if not error <= limits[part]}
@@ -113,6 +106,15 @@ def test_a_whole_prefill(engines: dict[str, Engine], device: Device, name: str) 
     assert_errs_as_float32(engines[name], device)
 
 
+@pytest.mark.parametrize("name", ["moe", "dense"])
+def test_a_whole_prefill_with_the_vendors_products(engines: dict[str, Engine], device: Device, name: str) -> None:
+    try:
+        device.vendor()
+    except DeviceError as err:
+        pytest.skip(str(err))
+    assert_errs_as_float32(engines[name], device, gemm="vendor")
+
+
 @pytest.mark.parametrize("kv_format", ["f32", "f16", "q8_0"])
 def test_prefill_goes_on_after_cpu_decode(engines: dict[str, Engine], device: Device, kv_format: str) -> None:
     """The CPU's token makes the open chunk stale."""
@@ -122,7 +124,7 @@ def test_prefill_goes_on_after_cpu_decode(engines: dict[str, Engine], device: De
 def everything(engine: Engine, device: Device, **options: Any) -> dict[str, bytes]:
     """All bytes that a prefill in two calls leaves behind."""
     prefill = HybridPrefill(device, engine.pack, engine.decoder, note=lambda _: None, **options)
-    ids, state = ids_for(engine), HybridState.fresh(engine.config, 64)
+    ids, state = ids_for(engine), fresh(engine)
     prefill.run(ids[:70], state)
     hidden = prefill.run(ids[70:], state)
     prefill.close()
