@@ -202,7 +202,8 @@ def _rope(bench: Bench, d: Draws) -> Arrays:
 
 
 def _delta_rule(bench: Bench, d: Draws) -> Arrays:
-    """Gates; a call that leaves an open chunk, one that goes on from it with scratch for one chunk at a time; single steps."""
+    """Gates; a call that leaves an open chunk, one that goes on from it with scratch for one chunk at a time; single steps.
+    The scratch holds NaN: triangles are read as whole tiles, zeros that nobody has written included, and those never used."""
     heads, key_heads, dk, dv, found = 4, 2, 64, 32, {}
     state = d.normal(heads, dk, dv)
     carried = OpenChunk(**{name: bench.room(*shape) for name, shape in OpenChunk.shapes(key_heads, heads, dk, dv).items()})
@@ -214,7 +215,7 @@ def _delta_rule(bench: Bench, d: Draws) -> Arrays:
                              g, beta)
         q, k = (bench.put(draw._unit_rows(d.normal(tokens, key_heads, dk))) for _ in "qk")
         v, out, one = bench.put(d.normal(tokens, 4 + heads * dv)), bench.room(tokens, heads, dv), bench.room(tokens, heads, dv)
-        scratch = bench.room(gdn_chunk_scratch(tokens, carried.tokens, heads, at_once=1))
+        scratch = bench.put(np.full(gdn_chunk_scratch(tokens, carried.tokens, heads, at_once=1), np.nan, np.float32))
         bench.rows.gdn_chunk(q, k, v, 4, g, beta, carried, out, scratch, final)
         bench.rows.gdn_step(q, k, v, 4, g, beta, stepped, one)
         found |= {f"g {tokens}": bench.get(g), f"beta {tokens}": bench.get(beta), f"o {tokens}": bench.get(out),
@@ -247,8 +248,9 @@ FAULTS = {
                       "if (channel >= a.channels)\n        return;\n    for (int64_t first", "for (int64_t first", "conv"),
     "racecheck": Fault("no barrier in a row's sum", "rows.cuh", "shared[t] += shared[t + s];\n        __syncthreads();",
                        "shared[t] += shared[t + s];", "norms"),
-    "synccheck": Fault("a barrier for some threads of a warp", "router_topk.cu",
-                       "power[thread] = f32_exp(best[thread] - best[0]);\n        __syncthreads();",
-                       "power[thread] = f32_exp(best[thread] - best[0]), __syncthreads();", "routing"),
+    "synccheck": Fault("a barrier for a quarter of the block", "router_topk.cu",
+                       "power[thread] = f32_exp(best[thread] - best[0]);\n",
+                       "power[thread] = f32_exp(best[thread] - best[0]);\n        if (thread < BLOCK / 4)\n"
+                       "            __syncthreads();\n", "routing"),
     "initcheck": Fault("beta never written", "gdn_gates.cu", "a.beta[i] = f32_sigmoid(a.b[i]);", "", "delta_rule"),
 }
