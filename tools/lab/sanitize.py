@@ -34,7 +34,8 @@ from tests.planted import faulty  # noqa: E402
 from tests.sm20_cases import CASES, FAULTS, Bench  # noqa: E402
 
 TOOLS = {"memcheck": ("--padding", "1024"), "racecheck": (), "synccheck": (), "initcheck": ()}
-BACKTRACES = ("--show-backtrace", "device")  # those of the host cost a tenth of a second an allocation below pytest
+# Backtraces of the host cost a tenth of a second an allocation below pytest; a fault can show at every access.
+BRIEF = ("--show-backtrace", "device", "--print-limit", "200")
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
 PLACE = re.compile(r"^=+ +(?:at|Race reported between .* access at) (\w+)\+0x|^=+ +(Program hit .*)$", re.MULTILINE)
 TIMEOUT_S = 300
@@ -42,7 +43,7 @@ TIMEOUT_S = 300
 
 @dataclass(frozen=True)
 class Outcome:
-    """A tool's run: errors it counts (None where it did not end), launches by entry, seconds, where they are."""
+    """A tool's run: errors it counts (None where it did not end), launches by entry, seconds, where the first ones are."""
 
     tool: str
     errors: int | None
@@ -58,7 +59,7 @@ class Outcome:
 
 def run(tool: str, what: str) -> Outcome:
     """This file as a child under `tool`."""
-    command = ["compute-sanitizer", "--tool", tool, *TOOLS[tool], *BACKTRACES, sys.executable, __file__, "--child", what]
+    command = ["compute-sanitizer", "--tool", tool, *TOOLS[tool], *BRIEF, sys.executable, __file__, "--child", what]
     start = time.perf_counter()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT)
