@@ -24,9 +24,9 @@ template <class S, template <int, int, int> class W> INLINE void gemm_dense(cons
     x.begin(g.x, g.source, (unsigned)g.x_stride, row, (int)g.m);
     w.begin(g.w, 0u, (unsigned)g.k, col, (int)g.n);
     int left = (int)g.k / (2 * GEMM_SLICE);
-    gemm_fetch<0>(x, w, left);
+    bool works = S::warp_row(threadIdx.x) < (int)g.m - row;
     while (left > 0) {
-        gemm_sums<S>(acc, shared, x, w, left, (int)g.m - row);
+        gemm_sums<S>(acc, shared, x, w, left, works);
         int to_row = reread_block_y() * S::ROWS, to_col = reread_block_x() * S::COLS;
         gemm_store<S>(acc, g.y + to_row * g.y_stride + to_col, g.y_stride, (int)g.m - to_row, (int)g.n - to_col,
                       gemm_added(left, g.k));
@@ -46,9 +46,9 @@ template <class S, template <int, int, int> class W> INLINE void gemm_grouped(co
     x.begin(g.x, g.source, (unsigned)g.x_stride, row, end);
     w.begin(g.w, (unsigned)(g.slot ? g.slot[hit] : hit) * (unsigned)g.w_stride, (unsigned)g.k, col, (int)g.n);
     int left = (int)g.k / (2 * GEMM_SLICE);
-    gemm_fetch<0>(x, w, left);
+    bool works = S::warp_row(threadIdx.x) < end - row;
     while (left > 0) {
-        gemm_sums<S>(acc, shared, x, w, left, end - row);
+        gemm_sums<S>(acc, shared, x, w, left, works);
         int entry = reread_block_y(), to_col = reread_block_x() * S::COLS;
         int to_row = g.tiles[2 + 2 * entry], to_end = g.first[g.tiles[1 + 2 * entry] + 1];
         gemm_store<S>(acc, g.y + to_row * g.y_stride + to_col, g.y_stride, to_end - to_row, (int)g.n - to_col,

@@ -1,9 +1,9 @@
 /* One block's tile of y = x W^T for every kernel of the family: how threads share it, the loop over k, the store.
  *
  * Every element of y is a sum of chains acc = fmaf(x[k], w[k], acc) over parts of 512 columns (ops.h), in whatever tile
- * it falls: tile shapes, row counts and the format's being expanded before or on the way change no bit. One chain over a
- * whole row errs by as much as its length, four times what other float32 products do at 4096 columns. The sum of the
- * parts stands in y, since registers have no room for it; the reading of slices goes on through the ends of parts.
+ * it falls: tile shapes, row counts and the format's being expanded before or on the way change no bit. The error of a
+ * chain grows with its length: one over 4096 columns errs four times as much as PyTorch's products on a CPU. The sum of
+ * the parts stands in y, since registers have no room for it.
  *
  * A warp's 32 lanes stand LM high and LN wide; a thread has TM rows and TN columns, in pairs that lie side by side for
  * 64-bit shared loads: pair p of a lane stands at 2 (p L + lane). Low lane bits count rows and columns in turn, so that
@@ -97,15 +97,14 @@ template <class S> INLINE void gemm_clear(float (&acc)[S::TM][S::TN])
             acc[i][j] = 0.0f;
 }
 
-/* The sums of a tile over its next part: `left` pairs of slices are left before, and a multiple of a part's afterwards. The
- * first slice has been fetched, and that of the next part will be. Warps whose rows are all beyond `rows` only help to
- * read. */
+/* The sums of a tile over its next part: `left` pairs of slices are left before, and a multiple of a part's afterwards.
+ * Warps that do not work, because all their rows are beyond the last, only help to read. */
 template <class S, class X, class W>
-INLINE void gemm_sums(float (&acc)[S::TM][S::TN], float *s, X &x, W &w, int &left, int rows)
+INLINE void gemm_sums(float (&acc)[S::TM][S::TN], float *s, X &x, W &w, int &left, bool works)
 {
     const float *a = s + S::row(threadIdx.x, 0), *b = s + GEMM_SLICE * S::LD + S::col(threadIdx.x, 0);
-    bool works = S::warp_row(threadIdx.x) < rows;
     gemm_clear<S>(acc);
+    gemm_fetch<0>(x, w, left);
     gemm_stash<S>(s, x, w, left);
     __syncthreads();
     for (;;) {
@@ -117,7 +116,7 @@ INLINE void gemm_sums(float (&acc)[S::TM][S::TN], float *s, X &x, W &w, int &lef
         w.next(left);
         __syncthreads();
         left--;
-        if (left > 0)
+        if (left % GEMM_PART_PAIRS)
             gemm_fetch<0>(x, w, left);
         if (works)
             gemm_steps<S, GEMM_SLICE>(acc, a + S::BUFFER, b + S::BUFFER);
@@ -128,8 +127,24 @@ INLINE void gemm_sums(float (&acc)[S::TM][S::TN], float *s, X &x, W &w, int &lef
     }
 }
 
-/* Rows and columns of a thread's sums that lie inside [rows, cols], to y, which points at the tile's first element; added to
- * what is there from earlier parts. */
+/* Row i of a thread's sums to y, which points at the tile's first element; added to what is there from earlier parts, which is
+ * read four columns at a time. */
+template <class S>
+INLINE void gemm_store_row(const float (&acc)[S::TN], unsigned t, float *y, bool added)
+{
+#pragma unroll
+    for (int j = 0; j < S::TN; j += 4) {
+        float *to = y + S::col(t, j), sums[4];
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+            sums[n] = added ? to[S::col(0, n)] + acc[j + n] : acc[j + n];
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+            to[S::col(0, n)] = sums[n];
+    }
+}
+
+/* The same for a tile of which only [rows, cols] is there. */
 template <class S>
 INLINE void gemm_store(const float (&acc)[S::TM][S::TN], float *y, int64_t stride, int rows, int cols, bool added)
 {
@@ -138,10 +153,13 @@ INLINE void gemm_store(const float (&acc)[S::TM][S::TN], float *y, int64_t strid
     for (int i = 0; i < S::TM; i++)
         if (S::row(t, i) < rows) {
             float *to = y + S::row(t, i) * stride;
+            if (cols >= S::COLS)
+                gemm_store_row<S>(acc[i], t, to, added);
+            else
 #pragma unroll
-            for (int j = 0; j < S::TN; j++)
-                if (S::col(t, j) < cols)
-                    to[S::col(t, j)] = added ? to[S::col(t, j)] + acc[i][j] : acc[i][j];
+                for (int j = 0; j < S::TN; j++)
+                    if (S::col(t, j) < cols)
+                        to[S::col(t, j)] = added ? to[S::col(t, j)] + acc[i][j] : acc[i][j];
         }
 }
 

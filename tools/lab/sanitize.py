@@ -37,7 +37,7 @@ TOOLS = {"memcheck": ("--padding", "1024"), "racecheck": (), "synccheck": (), "i
 # Backtraces of the host cost a tenth of a second an allocation below pytest; a fault can show at every access.
 BRIEF = ("--show-backtrace", "device", "--print-limit", "200")
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
-PLACE = re.compile(r"^=+ +(?:at|Race reported between .* access at) (\w+)\+0x|^=+ +(Program hit .*)$", re.MULTILINE)
+PLACE = re.compile(r"^=+ +(?:at|.*Race reported between .* access at) (\w+)\+0x|^=+ +(Program hit .*)$", re.MULTILINE)
 TIMEOUT_S = 300
 
 
