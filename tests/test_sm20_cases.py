@@ -38,7 +38,7 @@ def plain(name: str) -> tuple[Arrays, frozenset[str]]:
     bench = Bench(device)
     found = bench.run(CASES[name])
     device.close()
-    return found, frozenset(bench.launched)
+    return found, frozenset(device.launched)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -181,7 +181,8 @@ def main() -> int:
         shutil.copytree(ROOT, tree, ignore=SKIPPED)
         built = sm20.cache_directory() / "emulated"  # kernels without a fault need not be compiled again
         if built.is_dir():
-            shutil.copytree(built, Path(directory) / "cache" / "emulated")
+            unfinished = shutil.ignore_patterns("tmp*")  # of whoever builds at the same time
+            shutil.copytree(built, Path(directory) / "cache" / "emulated", ignore=unfinished)
         module = Module(tree, Path(directory) / "objects") if any(is_c(fault.file) for fault in faults) else None
         kinds = {f"{kind}:any" for kind in ("stage", "sm20") if any(f.guard.startswith(kind) for f in faults)}
         for guard in [*sorted(kinds), *dict.fromkeys(f.guard for f in faults if f.guard.startswith("test:"))]:

@@ -92,7 +92,7 @@ def cases(device: Device, with_prefill: bool) -> dict[str, int]:
         print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
     if with_prefill:
         prefill(device)
-    return dict(bench.launched)
+    return dict(device.launched)
 
 
 def prefill(device: Device) -> None:
@@ -118,7 +118,7 @@ def planted(device: Device, tool: str) -> dict[str, int]:
     fault, bench = FAULTS[tool], Bench(device)
     with tempfile.TemporaryDirectory() as folder, faulty(Path(folder), fault.file, fault.right, fault.wrong):
         bench.run(CASES[fault.case])
-    return dict(bench.launched)
+    return dict(device.launched)
 
 
 def main() -> int:
