@@ -23,6 +23,8 @@ from fermi_engine.kernels.sm20_attention import AttentionKernels, DeviceCache, D
 from tests import strategies as draw
 from tests.strategies import Draws
 
+TILES = {"": LARGE_TILE, "_small": SMALL_TILE}  # by suffix of the entry point
+
 
 class Bench:
     """A device, its ops on one stream, arrays there and back."""
@@ -62,14 +64,27 @@ def _selftest(bench: Bench, d: Draws) -> Arrays:
     return {}
 
 
+class Tiled(GpuKernels):
+    """Products in large or small tiles whatever their shape, but for row lengths that want neither."""
+
+    def __init__(self, bench: Bench, tile: str) -> None:
+        super().__init__(bench.device, bench.stream)
+        self.suffix = tile
+
+    def _gemm_tile(self, m: int, x: DeviceArray, w: DeviceMatrix) -> tuple[str, tuple[int, int, int]]:
+        if w.cols % 16:
+            return super()._gemm_tile(m, x, w)
+        return f"gemm_{w.format}{self.suffix}", TILES[self.suffix]
+
+
 def _gemm(bench: Bench, d: Draws) -> Arrays:
     """All formats and tiles, rows in order and picked; the tile for any length of row. Two parts of a row, the first short."""
     m, n, found = 67, 131, {}
     source = bench.put(d.integers(0, m, m).astype(np.int32))
     for format, k in (("f32", 528), ("q4_0", 544), ("q8_0", 544), ("f32", 523)):
         x, w = bench.put(d.normal(m, k)), bench.put(Matrix.from_f32(d.normal(n, k), format).data)
-        for tile in ("large", "small"):
-            ops = GpuKernels(bench.device, bench.stream, tile=tile)
+        for tile in TILES:
+            ops = Tiled(bench, tile)
             for picked in (None, source):
                 out = bench.room(m, n)
                 ops.gemm(x, DeviceMatrix(format, n, k, w), out, source=picked)
