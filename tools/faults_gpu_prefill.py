@@ -54,7 +54,7 @@ GPU_PREFILL = (
         "fermi_engine/gpu_state.py",
         "chunks.position == state.position else None",
         "chunks.tokens else None",
-        f"{_TESTS}test_prefill_goes_on_after_cpu_decode",
+        "test:tests/test_hybrid_prefill.py::test_prefill_goes_on_after_cpu_decode",
     ),
     Fault(
         "embedding rows replaced before they are copied",

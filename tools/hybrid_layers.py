@@ -8,7 +8,8 @@ within the layer, which moving the input of the engine itself does not: sums of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from fermi_engine.formats import Experts, Matrix
 from fermi_engine.gpu_state import DeviceState
 from fermi_engine.kernels.cpu import CpuKernels
-from fermi_engine.kernels.gpu import Device
+from fermi_engine.kernels.gpu import Device, DeviceBuffer, Stream
 from fermi_engine.model.decoder import Decoder, Positions
 from fermi_engine.model.gpu_layers import Activations, BlockOnDevice, DeltaOnDevice, Kernels
 from fermi_engine.model.gpu_weights import DenseWeights, ExpertWeights
@@ -32,6 +33,7 @@ from tools.noise import one_ulp
 DRAWS = 16
 FACTOR = 2.0
 Arrays = dict[str, np.ndarray]
+Room = Callable[[int, str], DeviceBuffer]  # bytes, name
 
 
 class Cut:
@@ -121,45 +123,59 @@ def on_cpu(pack: Pack, kernels: CpuKernels, layer: int, x: np.ndarray) -> Arrays
 
 def on_gpu(pack: Pack, kernels: CpuKernels, layer: int, x: np.ndarray, device: Device) -> Arrays:
     """The same by the GPU's kernels; what is allocated is freed again."""
-    cut, stream, tokens = Cut(pack, (layer,)), device.stream("layer"), len(x)
-    c, owned = cut.config, []
+    cut, stream = Cut(pack, (layer,)), device.stream("layer")
+    with _memory(device) as room:
+        block = _block(cut, kernels, x, device, stream, room)
+        buffers = [room(nbytes, "state") if nbytes else None for nbytes in DeviceState.nbytes(cut.config, len(x))]
+        state = DeviceState(cut.config, len(x), *buffers)
+        state.upload(device, stream, HybridState.fresh(cut.config, 64))
+        _run(cut, block, state.layers[0], device, stream, room)
+        found = {name: _down(device, array, stream) for name, array in _parts(block, state.layers[0]).items()}
+    return {name: array.transpose(1, 0, 2) if name in "kv" else array for name, array in found.items()}
 
-    def room(nbytes: int, name: str) -> Any:
+
+@contextmanager
+def _memory(device: Device) -> Iterator[Room]:
+    """Allocations that end with the block."""
+    owned: list[DeviceBuffer] = []
+
+    def room(nbytes: int, name: str) -> DeviceBuffer:
         owned.append(device.alloc(nbytes, name))
         return owned[-1]
 
-    plan = Activations(c, tokens)
-    block = BlockOnDevice(c, Kernels(device, stream), plan.within(room(plan.nbytes, "activations")), tokens, 0)
+    yield room
+    for buffer in owned:
+        device.free(buffer)
+
+
+def _block(cut: Cut, kernels: CpuKernels, x: np.ndarray, device: Device, stream: Stream, room: Room) -> BlockOnDevice:
+    """x and what belongs to its positions, on the device."""
+    plan = Activations(cut.config, len(x))
+    arrays = plan.within(room(plan.nbytes, "activations"))
     rotary = Decoder(cut, kernels, "f32").rotary
-    positions = np.ascontiguousarray(np.broadcast_to(np.arange(tokens, dtype=np.int32), (3, tokens)))
+    positions = np.ascontiguousarray(np.broadcast_to(np.arange(len(x), dtype=np.int32), (3, len(x))))
     for part, host in (("x", x), ("positions", positions), ("inv_freq", rotary.inv_freq), ("axis", rotary.axis)):
-        block[part].upload(device, host, stream)
-    buffers = [room(nbytes, "state") if nbytes else None for nbytes in DeviceState.nbytes(c, tokens)]
-    state = DeviceState(c, tokens, *buffers)
-    state.upload(device, stream, HybridState.fresh(c, 64))
+        arrays[part].upload(device, host, stream)
+    return BlockOnDevice(cut.config, Kernels(device, stream), arrays, len(x), 0)
+
+
+def _run(cut: Cut, block: BlockOnDevice, state: Any, device: Device, stream: Stream, room: Room) -> None:
+    """The layer, its weights copied here."""
     dense = DenseWeights(cut, 0)
     memory = room(dense.nbytes, "dense")
     for offset, piece in dense.pieces():
         device.h2d(memory, piece, stream, offset)
-    _run(block, dense.within(memory), state.layers[0])
-    if c.num_experts:
+    w = dense.within(memory)
+    block.tables()
+    block.mixer(w, state)
+    block.route(w)
+    block.shared(w)
+    if cut.config.num_experts:
         experts = ExpertWeights(cut, 0)
         memory = room(experts.nbytes, "experts")
         device.h2d(memory, experts.host, stream)
         block.routed(*experts.within(memory))
     block.finish()
-    found = {name: _down(device, array, stream) for name, array in _parts(block, state.layers[0]).items()}
-    for buffer in owned:
-        device.free(buffer)
-    return {name: array.transpose(1, 0, 2) if name in "kv" else array for name, array in found.items()}
-
-
-def _run(block: BlockOnDevice, w: dict[str, Any], state: Any) -> None:
-    """Everything before the routed experts."""
-    block.tables()
-    block.mixer(w, state)
-    block.route(w)
-    block.shared(w)
 
 
 def _parts(block: BlockOnDevice, state: Any) -> dict[str, Any]:
