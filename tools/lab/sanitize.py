@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:  # run as a script
     sys.path.insert(0, str(ROOT))
 
+from fermi_engine.kernels import sm20  # noqa: E402
 from fermi_engine.kernels.gpu import Device, open_device  # noqa: E402
 from tests.planted import faulty  # noqa: E402
 from tests.sm20_cases import CASES, FAULTS, Bench  # noqa: E402
@@ -140,7 +141,8 @@ def main() -> int:
         outcome = run(tool, tool if args.planted else "cases" if tool == "initcheck" else "all")
         print(outcome.row(), *([f"({FAULTS[tool].what})"] if args.planted else []), flush=True)
         print("".join(f"    {line}\n" for line in outcome.findings), end="")
-        good &= outcome.errors is not None and (outcome.errors > 0) == args.planted and bool(outcome.launched or args.planted)
+        complete = args.planted or outcome.launched.keys() == sm20.entries().keys()
+        good &= outcome.errors is not None and (outcome.errors > 0) == args.planted and complete
     return 0 if good else 1
 
 
