@@ -23,9 +23,9 @@ STDLIB = set(sys.stdlib_module_names)
 TIERS = (
     ("errors", "compare", "report"),
     ("config", "formats", "safetensors_header", "tokenizer"),
-    ("shapes", "pack_layout", "tokenizer_ahead", "array_weights", "chat", "kernels", "rules", "state",
+    ("prefix", "shapes", "pack_layout", "tokenizer_ahead", "array_weights", "chat", "kernels", "rules", "state",
      "pages"),
-    ("model", "checkpoint", "pack", "numa", "sampling", "timeline", "placement"),
+    ("model", "checkpoint", "pack", "numa", "sampling", "snapshots", "timeline", "placement"),
     ("memory", "pack_writer", "generate", "session", "roofline", "gpu_stream", "gpu_state", "gpu_report"),
     ("convert", "gpu_prefill"),
     ("gpu_cost",),
