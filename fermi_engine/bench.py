@@ -22,6 +22,7 @@ from fermi_engine.engine import Engine
 from fermi_engine.errors import RequestError, VerifyError
 from fermi_engine.info import describe_pack
 from fermi_engine.pack import Pack
+from fermi_engine.prefix import Prefix
 from fermi_engine.session import Session, Snapshot
 from fermi_engine.state import DeltaState, HybridState, KVPages
 
@@ -207,7 +208,7 @@ def synthetic_context(session: Session, tokens: int, rng: np.random.Generator) -
         raise RequestError(f"a context of {tokens} tokens exceeds the model's {engine.context}; choose a smaller one")
     empty = HybridState.fresh(c, engine.options.kv_block, engine.options.kv_format)
     empty.position = tokens
-    session.restore(Snapshot(tuple(rng.integers(0, c.vocab_size, tokens).tolist()), empty, engine.pack_hash))
+    session.restore(Snapshot(Prefix(rng.integers(0, c.vocab_size, tokens), session.path), empty))
     session.state.reserve(tokens)
     for layer in session.state.layers:
         if isinstance(layer, KVPages):

@@ -58,6 +58,8 @@ Vram = Annotated[str | None, typer.Option(metavar="SIZE", show_default=False,
                                           help="Most GPU memory, such as 6GiB; default: what is free.")]
 ExpertSlots = Annotated[int, typer.Option(metavar="N", help="Layers whose experts are on the GPU at a time.")]
 Gemm = Annotated[str, typer.Option(metavar="own|vendor", help="Dense products on the GPU: own kernels, or cuBLAS.")]
+SnapshotRam = Annotated[str | None, typer.Option("--snapshot-ram", metavar="SIZE", show_default=False,
+                                                 help="Memory for states that later prompts go on from, such as 2GiB; 0: none.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout in place of tables.")]
 
 
@@ -231,6 +233,7 @@ def generate(
     vram: Vram = None,
     expert_slots: ExpertSlots = 2,
     gemm: Gemm = "own",
+    snapshot_ram: SnapshotRam = None,
     timing: Annotated[bool, typer.Option("--timing", help="Print times and tokens per second to stderr.")] = False,
 ) -> None:
     """Generate text from a prompt, a chat or token ids.
@@ -253,7 +256,8 @@ def generate(
     options = EngineConfig(activations=activations, backend=backend, threads=threads, ctx_size=ctx_size, kv_format=kv_format,
                            pin=pin, hyper_threads=hyper_threads, numa=numa, load=load, huge_pages=huge_pages, mlock=mlock,
                            prefill=prefill, device=device, vram=cli_generate.parse_bytes("--vram", vram),
-                           expert_slots=expert_slots, gemm=gemm)
+                           expert_slots=expert_slots, gemm=gemm,
+                           snapshot_ram=cli_generate.parse_budget("--snapshot-ram", snapshot_ram))
     cli_generate.run(cli_generate.Request(
         model, prompt, chat, ids, system, tools, think, show_reasoning, raw, timing, format, sampling, options, parsed))
 

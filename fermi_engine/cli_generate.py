@@ -117,6 +117,11 @@ def parse_bytes(option: str, text: str | None) -> int | None:
     return count
 
 
+def parse_budget(option: str, text: str | None) -> int | None:
+    """The same, and 0 for nothing at all."""
+    return 0 if text is not None and text.strip() == "0" else parse_bytes(option, text)
+
+
 class Conversation:
     """Messages so far and the timeline they run on."""
 
@@ -174,6 +179,8 @@ class Conversation:
         if self.request.timing:
             report.note(_timing(self.timeline, finish, time.perf_counter() - start))
             report.note(_shares(*clock.stop()))
+            if self.engine.snapshots is not None:
+                report.note(self.engine.snapshots.line(self.timeline.promise))
             if gpu is not None and gpu.prefill is not None and gpu.prefill.last is not None:
                 report.note(gpu.prefill.last.line())
         return finish

@@ -365,6 +365,8 @@ class EngineConfig:
     device: 'cuda', or 'emulated' for the GPU's kernels run by the CPU. vram: most bytes of its memory, None for what is free.
     expert_slots: places on the device for one layer's experts each; results do not depend on it.
     gemm: the GPU's dense products by our kernels ('own': the same bits on every card) or by the vendor's cuBLAS ('vendor').
+    snapshot_ram: most bytes of memory for states that later prompts go on from; 0 keeps none, None takes half of what the pack
+        leaves, at most 4 GiB. Results do not depend on it where the CPU evaluates prompts, or the GPU all of them.
     """
 
     activations: str = "q8_0"
@@ -385,6 +387,7 @@ class EngineConfig:
     vram: int | None = None
     expert_slots: int = 2
     gemm: str = "own"
+    snapshot_ram: int | None = None
 
     def __post_init__(self) -> None:
         if self.numa not in (None, "interleave", "local", "off"):
@@ -401,6 +404,8 @@ class EngineConfig:
             raise ConfigError(f"gemm = {self.gemm!r}; choose 'own' or 'vendor'")
         if self.kv_format not in ("f32", "f16", "q8_0"):
             raise ConfigError(f"kv_format = {self.kv_format!r}; choose 'f32', 'f16' or 'q8_0'")
+        if self.snapshot_ram is not None and (not isinstance(self.snapshot_ram, int) or self.snapshot_ram < 0):
+            raise ConfigError(f"snapshot_ram = {self.snapshot_ram!r} must be a number of bytes, 0 for none")
         for name in ("threads", "kv_block", "token_block", "ctx_size", "vram", "expert_slots"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):

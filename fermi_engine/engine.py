@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from fermi_engine import kernels, memory, numa
+from fermi_engine import kernels, memory, numa, report
 from fermi_engine.config import EngineConfig, ModelConfig
 from fermi_engine.errors import ConfigError, FermiError, RequestError
 from fermi_engine.formats import FORMATS
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from fermi_engine.pack import Pack
     from fermi_engine.sampling import SamplingParams
     from fermi_engine.session import Session
+    from fermi_engine.snapshots import SnapshotCache
     from fermi_engine.tokenizer import Tokenizer
+
+SNAPSHOT_RAM = 4 << 30  # bytes at most, unless it is said otherwise
 
 
 class Engine:
@@ -39,7 +42,25 @@ class Engine:
         self.kernels.pin(cpus_to_pin(count, hyper_threads=options.hyper_threads) if options.pin else [])
         self.decoder = Decoder(pack, self.kernels, options.activations)
         self.gpu = self._gpu_choice()
+        self.snapshots = self._snapshot_cache()
         self._parsing: Future[Tokenizer] | None = None
+
+    def _snapshot_cache(self) -> SnapshotCache | None:
+        """States that prompts go on from; None where there is no room for one."""
+        from fermi_engine.snapshots import SnapshotCache
+        from fermi_engine.state import HybridState
+
+        budget = self.options.snapshot_ram
+        if budget is None:
+            left = max(0, (memory.available() or 0) - self.pack.mapped.size)
+            budget = min(SNAPSHOT_RAM, left // 2)
+        least = HybridState.least_bytes(self.config, self.options.kv_block, self.options.kv_format) + 4 * self.config.vocab_size
+        if budget >= least:
+            return SnapshotCache(budget)
+        if self.options.snapshot_ram != 0:
+            report.note(f"snapshots are off: {report.size(budget)} do not hold one, which takes {report.size(least)}; every "
+                        "prompt is evaluated from its first token (--snapshot-ram)")
+        return None
 
     def _gpu_choice(self) -> GpuChoice | None:
         """Decides about prefill on the GPU; None where the CPU does all of it."""
@@ -150,13 +171,15 @@ class Engine:
     ) -> Stream:
         """The continuation of `ids` as a Stream: iterate for one Piece a token; `finish` holds the Finish record then.
 
-        session: continue this one (its tokens come before `ids`); else a new one. reasoning_open: the prompt ends inside
-        an open <think>. Raises RequestError for prompts and settings that cannot be served, before any work.
+        session: continue this one (its tokens come before `ids`); else `ids` is the whole history, of which nothing is evaluated
+        that a snapshot holds. reasoning_open: the prompt ends inside an open <think>. Raises RequestError for prompts and
+        settings that cannot be served, before any work.
         """
         from fermi_engine import generate
         from fermi_engine.sampling import SamplingParams
+        from fermi_engine.timeline import Timeline
 
-        timeline = session or self.session()
+        timeline = session or Timeline(self, is_once=True)
         room = self.context - timeline.position
         if len(ids) > room:
             raise RequestError(

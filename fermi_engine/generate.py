@@ -18,7 +18,8 @@ _TAGS = (THINK_OPEN, THINK_CLOSE, "<tool_call>", "</tool_call>")
 
 
 class SessionLike(Protocol):
-    """What the loop drives; a `vocab_size` attribute, where there is one, lets ids be checked before any work."""
+    """What the loop drives. Attributes that it may have: `vocab_size`, by which ids are checked before any work; `cached_tokens`
+    of the prompt, which were not evaluated; `finished()`, called when an answer has come to its end."""
 
     def prefill(self, ids: list[int]) -> np.ndarray:
         """Logits (float32 [vocab]) after the last of `ids`."""
@@ -43,13 +44,15 @@ class Piece:
 class Finish:
     """Why a stream ended: 'stop' (a stop string), 'eos', 'length' (max_tokens), 'context' (full) or 'cancelled'.
 
-    `completion_tokens` counts the tokens streamed; the end-of-turn token is not streamed.
+    `completion_tokens` counts the tokens streamed; the end-of-turn token is not streamed. `cached_tokens` of the prompt were not
+    evaluated, because a snapshot or the session held them.
     """
 
     reason: str
     prompt_tokens: int
     completion_tokens: int
     stop_string: str | None = None
+    cached_tokens: int = 0
 
 
 class Stream:
@@ -181,7 +184,10 @@ class _Loop:
         last = text.flush()
         if last.text or last.reasoning:
             yield last
-        return Finish(reason if text.hit is None else "stop", len(self.ids), made, text.hit)
+        if reason != "cancelled":
+            getattr(self.session, "finished", lambda: None)()
+        cached = 0 if token_id is None else getattr(self.session, "cached_tokens", 0)
+        return Finish(reason if text.hit is None else "stop", len(self.ids), made, text.hit, cached)
 
 
 class _TextStages:

@@ -9,7 +9,6 @@ position: the same mathematics with other roundings.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,20 +20,9 @@ from fermi_engine.kernels.gpu_kernels import CHUNK
 from fermi_engine.kernels.sm20_attention import DeviceCache
 from fermi_engine.model.gpu_layers import DeltaOnDevice
 from fermi_engine.model.gpu_weights import Layout
-from fermi_engine.state import HybridState, KVPages
+from fermi_engine.state import HybridState, KVPages, OpenChunks
 
 _ROWS = ("k", "v", "g", "beta")
-
-
-@dataclass(frozen=True)
-class OpenChunks:
-    """What GPU prefill carries beside a HybridState at `position`: `tokens` (1..63) since the last chunk boundary, and by layer
-    the float32 arrays `state` [HV, K, V] there, k [tokens, HK, K], v [tokens, HV, V], g and beta [tokens, HV]. Never changed,
-    so copies of a state may share it."""
-
-    position: int
-    tokens: int
-    layers: dict[int, dict[str, np.ndarray]]
 
 
 class DeviceState:
@@ -65,7 +53,7 @@ class DeviceState:
             if self._states is not None:
                 device.memset(self._states, 0, self._states.nbytes, stream)
             return
-        opened = current_chunks(state)
+        opened = state.current_chunks()
         for layer, (mine, host) in enumerate(zip(self.layers, state.layers, strict=True)):
             if isinstance(mine, DeviceCache):
                 for target, rows in zip((mine.k, mine.v), host.filled(state.position), strict=True):
@@ -77,12 +65,6 @@ class DeviceState:
             mine.carried.tokens = 0 if opened is None else opened.tokens
             for name in _ROWS if opened is not None else ():
                 getattr(mine.carried, name).rows(0, opened.tokens).upload(device, source[name], stream)
-
-def current_chunks(state: HybridState) -> OpenChunks | None:
-    """The open chunks of `state`, unless tokens have passed since."""
-    chunks = state.open_chunks
-    return chunks if chunks is not None and chunks.position == state.position else None
-
 
 def _layouts(c: ModelConfig, end: int) -> tuple[Layout, Layout]:
     kinds = list(enumerate(c.layer_types))
@@ -114,7 +96,7 @@ class Fetch:
         self._start, self._tokens = state.position, on_device.end - state.position
         delta = [i for i, kind in enumerate(c.layer_types) if kind != "full_attention"]
         shapes = DeltaOnDevice.shapes(c)
-        self._open = (current_chunks(state).tokens if current_chunks(state) else 0) + self._tokens
+        self._open = (state.open_chunks.tokens if state.current_chunks() else 0) + self._tokens
         self._open %= CHUNK
         rows = {"state": shapes["state"], **{name: (self._open, *shapes[name][1:]) for name in _ROWS}} if self._open else {}
         kept = {f"{i}.{name}": shapes[name] for i in delta for name in ("conv", "final")}

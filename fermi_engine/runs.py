@@ -22,6 +22,7 @@ from fermi_engine.model.gated_delta_net import GatedDeltaNet
 from fermi_engine.model.moe import DenseMLP, SparseMoE
 from fermi_engine.model.weights import silent
 from fermi_engine.session import Session
+from fermi_engine.snapshots import SnapshotCache
 from fermi_engine.state import DeltaState, HybridState, KVPages
 
 DIGEST_BYTES = 32
@@ -149,6 +150,7 @@ class ArrayModel:
     options: EngineConfig
     pack_hash: str = "arrays"
     gpu: None = None  # prompts stay on the CPU
+    snapshots: SnapshotCache | None = None
 
     @property
     def config(self) -> ModelConfig:

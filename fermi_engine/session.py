@@ -1,10 +1,10 @@
-"""Session: one mutable timeline over an engine: prefill, decode, snapshot, restore."""
+"""Session: one mutable timeline over an engine: prefill, decode, snapshot, restore, fork."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING
 
@@ -12,31 +12,38 @@ import numpy as np
 
 from fermi_engine.errors import DeviceError, RequestError
 from fermi_engine.model.weights import Trace, silent
+from fermi_engine.prefix import NumericPath, Prefix
+from fermi_engine.snapshots import Snapshot, SnapshotCache
 from fermi_engine.state import HybridState
+from fermi_engine.taking import Taking
 
 if TYPE_CHECKING:
     from fermi_engine.engine import Engine
 
+__all__ = ["Session", "Snapshot"]
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A session's whole state after `tokens`; independent of the session it came from, valid for the same pack only."""
-
-    tokens: tuple[int, ...]
-    state: HybridState
-    pack_hash: str
+Progress = Callable[[int, int], None]
+TIMED_TOKENS = 32  # fewer say little about what a token costs
 
 
 class Session:
     """Tokens go in, logits come out; the same tokens give the same bits in whatever pieces they come.
 
-    A call that is interrupted half way (an exception, a KeyboardInterrupt) leaves the session unusable until
-    `restore`, because a recurrent state cannot be rewound.
+    `prefill` and `decode` append and evaluate. `prompt` takes a whole history and evaluates only what neither the session nor the
+    engine's snapshots hold; its results are those of a run that was never interrupted, to the bit.
+
+    A call that is interrupted half way (an exception, a KeyboardInterrupt) leaves the session unusable until `restore` or
+    `prompt`, because a recurrent state cannot be rewound; the engine's snapshots are as before it.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.path = NumericPath.of(engine.pack_hash, engine.options)
+        self.cached_tokens = 0  # of the last `prompt`: how many it did not evaluate
+        self.promise: str | None = None  # of the last `prompt`: see Taking.promise
         self._tokens: list[int] = []
+        self._trail: tuple[tuple[int, str], ...] = ()
+        self._saved = 0  # tokens at which the cache has this timeline
         self._state: HybridState | None = HybridState.fresh(
             engine.config, engine.options.kv_block, engine.options.kv_format
         )
@@ -45,6 +52,16 @@ class Session:
     def tokens(self) -> tuple[int, ...]:
         """Every token that has gone in."""
         return tuple(self._tokens)
+
+    @property
+    def trail(self) -> tuple[tuple[int, str], ...]:
+        """Which way they went: (end position, 'cpu' or 'gpu') of each stretch. The same calls give the same bits."""
+        return self._trail
+
+    @property
+    def prefix(self) -> Prefix:
+        """What the state depends on."""
+        return Prefix(self._tokens, self.path)
 
     @property
     def vocab_size(self) -> int:
@@ -63,20 +80,144 @@ class Session:
             raise RequestError("this session was interrupted inside a call; restore a snapshot or start a new session")
         return self._state
 
-    def prefill(self, ids: Sequence[int], progress: Callable[[int, int], None] | None = None) -> np.ndarray:
+    def prefill(self, ids: Sequence[int], progress: Progress | None = None) -> np.ndarray:
         """Append ids; logits of the last one, float32 [vocab]. `progress(done, total)` is called after each token block.
 
         Raises RequestError for no ids, ids outside the vocabulary, or more tokens than the context holds. Raises DeviceError
         when a GPU that has to do it fails; the session is as before then.
         """
-        checked = self._checked(ids)
-        hidden = self._on_gpu(checked, progress)
-        with self._moving():
-            logits = self._prefill(checked, progress) if hidden is None else self.engine.decoder.logits(hidden)[0]
-        self._tokens.extend(checked.tolist())
+        return self._append(self._checked(ids, self.position), progress, None)
+
+    def decode(self, token: int) -> np.ndarray:
+        """Append one token; its logits, float32 [vocab]. Raises as `prefill`."""
+        return self.prefill([token])
+
+    def prompt(self, ids: Sequence[int], progress: Progress | None = None, marks: Sequence[int] = ()) -> np.ndarray:
+        """Logits after `ids`, which count from the first token whatever has gone in before; float32 [vocab].
+
+        Goes on from this session's own tokens or from a snapshot, whichever holds the longest beginning of `ids`, and leaves
+        snapshots behind: at boundaries, at the end, and at `marks`, positions where messages end, the first of them the end of
+        what many prompts share. `cached_tokens` says how many were not evaluated. Raises as `prefill`, before any work.
+        """
+        prefix = Prefix(self._checked(ids, 0), self.path)
+        logits = self.resume(prefix)
+        if logits is not None:
+            return logits
+        cache = self._cache()
+        if cache is None:
+            return self._append(prefix.ids[self.position :], progress, None)
+        taking = Taking.plan(cache, prefix, self.state, marks)
+        self.promise = taking.promise()
+        try:
+            logits = self._append(prefix.ids[self.position :], progress, taking)
+            taking.take(self.state, self._trail, logits)
+        except BaseException:
+            taking.drop()
+            raise
+        taking.commit()
+        self._saved = self.position
         return logits
 
-    def _on_gpu(self, ids: np.ndarray, progress: Callable[[int, int], None] | None) -> np.ndarray | None:
+    def resume(self, prefix: Prefix) -> np.ndarray | None:
+        """Put the session at the longest beginning of `prefix` at hand, all of it only where the logits are at hand, too; those
+        are returned then. What it leaves is kept as a snapshot first, if it is longer than what is kept."""
+        own = self.position if self._state is not None and self.position < len(prefix) \
+            and np.array_equal(prefix.ids[: self.position], self._tokens) else 0
+        cache = self._cache()
+        if cache is not None and not own:
+            self.keep()
+        found = None if cache is None else cache.lookup(prefix)
+        if found is not None and found.position > own:
+            self._become(found)
+            own = found.position
+        elif not own and (self._tokens or self._state is None):
+            self._start()
+        self.cached_tokens = own
+        if cache is not None:
+            cache.stats.found(own)
+        return found.logits.copy() if found is not None and own == len(prefix) else None
+
+    def keep(self) -> None:
+        """Leave a snapshot of the present state in the engine's cache, if it has none of this timeline that is as long."""
+        cache = self._cache()
+        if cache is not None and self._state is not None and self.position > self._saved:
+            entry = cache.save(self._state, self.prefix, "answer", self._trail)
+            if entry is not None:
+                cache.publish([entry])
+                self._saved = self.position
+
+    def snapshot(self) -> Snapshot:
+        """A copy of everything, to `restore` here or in another session of the same engine; shares keys and values with it."""
+        return Snapshot(self.prefix, self.state.copy(), trail=self._trail)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Continue from a snapshot. Raises RequestError when it belongs to another model, or to this one run otherwise."""
+        path = snapshot.prefix.path
+        if path.pack_hash != self.path.pack_hash:
+            raise RequestError(
+                f"snapshot of pack {path.pack_hash[:12]} cannot be restored into a session of pack "
+                f"{self.path.pack_hash[:12]}: states of different models do not mix"
+            )
+        if path != self.path:
+            differ = [f"{name} {value!r}, here {self.path.fields()[name]!r}" for name, value in path.fields().items()
+                      if value != self.path.fields()[name]]
+            raise RequestError(f"snapshot of a session with {differ[0]} cannot be restored here: states that were computed "
+                               "in different ways do not mix")
+        self._become(snapshot)
+
+    def fork(self) -> Session:
+        """Another session that stands where this one stands; it shares keys and values until either writes them."""
+        other = object.__new__(Session)
+        other.__dict__.update(self.__dict__)
+        other._tokens, other._state = list(self._tokens), self.state.copy()
+        return other
+
+    def logits(self, ids: Sequence[int], trace: Trace = silent) -> np.ndarray:
+        """Append ids; logits after each of them, float32 [T, vocab]. Raises as `prefill`."""
+        checked = self._checked(ids, self.position)
+        with self._moving():
+            decoder = self.engine.decoder
+            rows = [
+                decoder.logits(decoder.hidden(block, self.state, trace), trace) for block in self._blocks(checked, ())
+            ]
+        self._went(checked, "cpu")
+        return np.concatenate(rows)
+
+    def _cache(self) -> SnapshotCache | None:
+        return self.engine.snapshots
+
+    def _start(self) -> None:
+        """Be empty again."""
+        self._tokens, self._trail, self._saved = [], (), 0
+        if self._state is None:
+            self._state = HybridState.fresh(self.engine.config, self.engine.options.kv_block, self.engine.options.kv_format)
+        else:
+            self._state.clear()
+
+    def _become(self, snapshot: Snapshot) -> None:
+        start = time.perf_counter()
+        state, self._state = self._state, None  # until it is whole again
+        if state is None:
+            state = snapshot.state.copy()
+        else:
+            state.restore(snapshot.state)
+        self._state = state
+        self._tokens, self._trail, self._saved = list(snapshot.tokens), snapshot.trail, snapshot.position
+        if self.engine.snapshots is not None:
+            self.engine.snapshots.stats.restored_in(time.perf_counter() - start)
+
+    def _append(self, ids: np.ndarray, progress: Progress | None, taking: Taking | None) -> np.ndarray:
+        """Evaluate ids int32 [T] after what has gone in; logits of the last. taking: None leaves no snapshots."""
+        start = time.perf_counter()
+        hidden = self._on_gpu(ids, progress)
+        with self._moving():
+            logits = self._on_cpu(ids, progress, taking) if hidden is None else self.engine.decoder.logits(hidden)[0]
+        self._went(ids, "cpu" if hidden is None else "gpu")
+        if taking is not None and len(ids) >= TIMED_TOKENS:
+            taking.cache.costs.measured(token_s=(time.perf_counter() - start - taking.seconds) / len(ids))
+        return logits
+
+    def _on_gpu(self, ids: np.ndarray, progress: Progress | None) -> np.ndarray | None:
         """The last token's hidden row [1, H] where the GPU does this prefill, else None."""
         if self.engine.gpu is None:
             return None
@@ -89,64 +230,48 @@ class Session:
             self._state = None
             raise
 
-    def _prefill(self, ids: np.ndarray, progress: Callable[[int, int], None] | None) -> np.ndarray:
-        decoder = self.engine.decoder
+    def _on_cpu(self, ids: np.ndarray, progress: Progress | None, taking: Taking | None) -> np.ndarray:
+        decoder, state, done = self.engine.decoder, self.state, 0
         if len(ids) == 1:
-            logits = decoder.step(int(ids[0]), self.state)
+            logits = decoder.step(int(ids[0]), state)
             if progress is not None:
                 progress(1, 1)
             return logits
-        for begin, block in self._blocks(ids):
-            hidden = decoder.hidden(block, self.state)
+        for block in self._blocks(ids, taking.stops if taking else ()):
+            hidden = decoder.hidden(block, state)
+            done += len(block)
+            if taking is not None and state.position in taking.stops:
+                taking.take(state, extended(self._trail, state.position, "cpu"))
             if progress is not None:
-                progress(begin + len(block), len(ids))
+                progress(done, len(ids))
         return decoder.logits(hidden[-1:])[0]
 
-    def logits(self, ids: Sequence[int], trace: Trace = silent) -> np.ndarray:
-        """Append ids; logits after each of them, float32 [T, vocab]. Raises as `prefill`."""
-        checked = self._checked(ids)
-        with self._moving():
-            decoder = self.engine.decoder
-            rows = [
-                decoder.logits(decoder.hidden(block, self.state, trace), trace) for _, block in self._blocks(checked)
-            ]
-        self._tokens.extend(checked.tolist())
-        return np.concatenate(rows)
+    def _went(self, ids: np.ndarray, way: str) -> None:
+        self._tokens.extend(ids.tolist())
+        self._trail = extended(self._trail, self.position, way)
 
-    def decode(self, token: int) -> np.ndarray:
-        """Append one token; its logits, float32 [vocab]. Raises as `prefill`."""
-        return self.prefill([token])
-
-    def snapshot(self) -> Snapshot:
-        """A copy of everything, to `restore` here or in another session of the same engine."""
-        return Snapshot(self.tokens, self.state.copy(), self.engine.pack_hash)
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Continue from a snapshot. Raises RequestError when it belongs to another model."""
-        if snapshot.pack_hash != self.engine.pack_hash:
-            raise RequestError(
-                f"snapshot of pack {snapshot.pack_hash[:12]} cannot be restored into a session of pack "
-                f"{self.engine.pack_hash[:12]}: states of different models do not mix"
-            )
-        self._tokens = list(snapshot.tokens)
-        self._state = snapshot.state.copy()
-
-    def _checked(self, ids: Sequence[int]) -> np.ndarray:
+    def _checked(self, ids: Sequence[int], before: int) -> np.ndarray:
         array = _whole_numbers(ids, self.vocab_size)
         outside = array[(array < 0) | (array >= self.vocab_size)]
         if outside.size:
             raise RequestError(f"token id {int(outside[0])} is outside the vocabulary of {self.vocab_size}")
-        if self.position + array.size > self.engine.context:
+        if before + array.size > self.engine.context:
             raise RequestError(
-                f"{self.position + array.size} tokens exceed the context of {self.engine.context}; "
+                f"{before + array.size} tokens exceed the context of {self.engine.context}; "
                 "shorten the prompt or raise --ctx-size"
             )
         return array.astype(np.int32)
 
-    def _blocks(self, ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        size = self.engine.options.token_block
-        for begin in range(0, len(ids), size):
-            yield begin, ids[begin : begin + size]
+    def _blocks(self, ids: np.ndarray, stops: Iterable[int]) -> Iterator[np.ndarray]:
+        """`ids` cut where a block is full and at positions `stops`."""
+        size, start = self.engine.options.token_block, self.position
+        cuts = [stop - start for stop in stops if start < stop < start + len(ids)]
+        begin = 0
+        for cut in (*cuts, len(ids)):
+            while begin < cut:
+                end = min(begin + size, cut)
+                yield ids[begin:end]
+                begin = end
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
@@ -159,6 +284,11 @@ class Session:
             self._state = None
             raise
         assert self._state is state
+
+
+def extended(trail: tuple[tuple[int, str], ...], end: int, way: str) -> tuple[tuple[int, str], ...]:
+    """A trail whose last stretch goes `way` up to `end`."""
+    return (*(trail[:-1] if trail and trail[-1][1] == way else trail), (end, way))
 
 
 def _whole_numbers(ids: Sequence[int], vocab_size: int) -> np.ndarray:

@@ -1,13 +1,17 @@
 """HybridState: everything a sequence leaves behind after its tokens have passed, at one position.
 
 Gated DeltaNet layers keep the last conv inputs and the recurrent state; attention layers keep keys and values in pages.
-A recurrent state cannot be rewound, so all parts always stand at the same token count.
+A recurrent state cannot be rewound, so all parts always stand at the same token count. Copies have recurrent states of their own
+and share pages: whoever wants to write into a shared page takes a copy of it first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +20,8 @@ from fermi_engine.config import ModelConfig
 from fermi_engine.formats import kv_row_bytes
 
 FIRST_PAGES = 64  # entries of a page table to begin with
+COPY_THREADS = 4  # at most: more do not make memory faster
+COPY_BYTES = 1 << 22  # below that a copy is not worth a thread
 
 
 @dataclass
@@ -26,13 +32,29 @@ class DeltaState:
     recurrent: np.ndarray
 
 
+@dataclass(frozen=True)
+class OpenChunks:
+    """What GPU prefill carries beside a HybridState at `position`: `tokens` (1..63) since the last chunk boundary, and by layer
+    the float32 arrays `state` [HV, K, V] there, k [tokens, HK, K], v [tokens, HV, V], g and beta [tokens, HV]. Never changed,
+    so copies of a state may share it."""
+
+    position: int
+    tokens: int
+    layers: dict[int, dict[str, np.ndarray]]
+
+
 def _zeros(shape: tuple[int, ...]) -> np.ndarray:
     return np.zeros(shape, np.uint8)
 
 
 class KVPages:
     """Keys and values in pages of `page_tokens` positions, uint8 [kv_heads, page_tokens, row bytes] in one of the formats of
-    formats.kv_row_bytes; unused rows are zero. Kernels find them through two tables of addresses (formats.KVLayout)."""
+    formats.kv_row_bytes. Kernels find them through two tables of addresses (formats.KVLayout). Rows that were never written are
+    zero; in pages that came from a longer sequence the rows beyond are its own, and nothing reads them.
+
+    `copy` shares pages. A shared page is read-only for all its holders for good: `reserve` puts a copy in its place before it is
+    written again. Only the last page of a sequence can be, so that is all that sharing ever costs.
+    """
 
     def __init__(self, kv_heads: int, page_tokens: int, head_dim: int, format: str = "f32",
                  allocate: Callable[[tuple[int, ...]], np.ndarray] = _zeros) -> None:
@@ -42,6 +64,7 @@ class KVPages:
         self.keys: list[np.ndarray] = []
         self.values: list[np.ndarray] = []
         self.k_table, self.v_table = np.zeros(FIRST_PAGES, np.uintp), np.zeros(FIRST_PAGES, np.uintp)
+        self._shared = 0  # so many pages, from the first on, may have other holders
 
     @property
     def capacity(self) -> int:
@@ -53,36 +76,73 @@ class KVPages:
         """Bytes of all pages."""
         return sum(page.nbytes for page in (*self.keys, *self.values))
 
-    def reserve(self, end: int) -> bool:
-        """Have pages for the positions before `end`; whether the tables had to move for it."""
-        pages = -(-end // self.page_tokens)
-        moved = pages > len(self.k_table)
-        if moved:
-            size = max(pages, 2 * len(self.k_table))
-            self.k_table, self.v_table = _longer(self.k_table, size), _longer(self.v_table, size)
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of keys or of values."""
+        return self.kv_heads * self.page_tokens * self.row_bytes
+
+    def pages_for(self, length: int) -> int:
+        """How many pages so many positions take."""
+        return -(-length // self.page_tokens)
+
+    def reserve(self, end: int, written: int = 0) -> bool:
+        """Have pages for the positions before `end`, those from position `written` on this one's alone; whether the tables had
+        to move for it."""
+        pages = self.pages_for(end)
+        moved = self._room(pages)
+        for page in range(written // self.page_tokens, self._shared):
+            self.keys[page], self.values[page] = self._own(self.keys[page]), self._own(self.values[page])
+            self._point(page)
+        self._shared = min(self._shared, written // self.page_tokens)
         while len(self.keys) < pages:
             shape = (self.kv_heads, self.page_tokens, self.row_bytes)
-            self._add(self._allocate(shape), self._allocate(shape))
+            self.keys.append(self._allocate(shape))
+            self.values.append(self._allocate(shape))
+            self._point(len(self.keys) - 1)
         return moved
 
-    def _add(self, keys: np.ndarray, values: np.ndarray) -> None:
-        page = len(self.keys)
-        self.keys.append(keys)
-        self.values.append(values)
-        self.k_table[page], self.v_table[page] = keys.ctypes.data, values.ctypes.data
+    def _room(self, pages: int) -> bool:
+        if pages <= len(self.k_table):
+            return False
+        size = max(pages, 2 * len(self.k_table), FIRST_PAGES)
+        self.k_table, self.v_table = _longer(self.k_table, size), _longer(self.v_table, size)
+        return True
+
+    def _own(self, page: np.ndarray) -> np.ndarray:
+        copy = self._allocate(page.shape)
+        copy[...] = page
+        return copy
+
+    def _point(self, page: int) -> None:
+        self.k_table[page], self.v_table[page] = self.keys[page].ctypes.data, self.values[page].ctypes.data
 
     def filled(self, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of the first `length` positions, float32 [length, kv_heads, D] each: for checks, page size and
         format forgotten."""
-        rows = [self._joined(pages)[:, :length] for pages in (self.keys, self.values)]
-        keys, values = (self._values(part).transpose(1, 0, 2) for part in rows)
+        keys, values = (self._values(part).transpose(1, 0, 2) for part in self.rows(length))
         return keys, values
 
-    def _joined(self, pages: list[np.ndarray]) -> np.ndarray:
-        return np.concatenate(pages, axis=1) if pages else np.zeros((self.kv_heads, 0, self.row_bytes), np.uint8)
+    def rows(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """The same as they are kept, page size forgotten: uint8 [kv_heads, length, row bytes] each, new arrays."""
+        return self._joined(self.keys, length), self._joined(self.values, length)
+
+    def fill(self, keys: np.ndarray, values: np.ndarray) -> None:
+        """Take what `rows` gave as the positions 0..length."""
+        length = keys.shape[1]
+        self.reserve(length)
+        for pages, rows in ((self.keys, keys), (self.values, values)):
+            for page in range(self.pages_for(length)):
+                part = rows[:, page * self.page_tokens : (page + 1) * self.page_tokens]
+                pages[page][:, : part.shape[1]] = part
+
+    def _joined(self, pages: list[np.ndarray], length: int) -> np.ndarray:
+        out = np.empty((self.kv_heads, length, self.row_bytes), np.uint8)
+        for page in range(self.pages_for(length)):
+            part = out[:, page * self.page_tokens : (page + 1) * self.page_tokens]
+            part[...] = pages[page][:, : part.shape[1]]
+        return out
 
     def _values(self, rows: np.ndarray) -> np.ndarray:
-        rows = np.ascontiguousarray(rows)
         if self.format == "f32":
             return rows.view(np.float32)
         if self.format == "f16":
@@ -91,12 +151,38 @@ class KVPages:
         d = np.ascontiguousarray(rows[..., self.head_dim :]).view(np.float16).astype(np.float32)
         return codes * np.repeat(d, 32, axis=-1)
 
-    def copy(self) -> KVPages:
-        other = KVPages(self.kv_heads, self.page_tokens, self.head_dim, self.format)
-        other.k_table, other.v_table = np.zeros_like(self.k_table), np.zeros_like(self.v_table)
-        for keys, values in zip(self.keys, self.values, strict=True):
-            other._add(keys.copy(), values.copy())
+    def copy(self, length: int | None = None) -> KVPages:
+        """Another holder of the pages, or of those with the first `length` positions."""
+        other = KVPages(self.kv_heads, self.page_tokens, self.head_dim, self.format, self._allocate)
+        count = len(self.keys) if length is None else min(len(self.keys), self.pages_for(length))
+        other.k_table, other.v_table = np.zeros(count, np.uintp), np.zeros(count, np.uintp)
+        other._take(self, count)
         return other
+
+    def restore(self, source: KVPages, length: int) -> bool:
+        """Hold `source`'s pages with the first `length` positions in place of one's own; whether the tables had to move."""
+        count = min(len(source.keys), self.pages_for(length))
+        moved = self._room(count)
+        self._take(source, count)
+        return moved
+
+    def _take(self, source: KVPages, count: int) -> None:
+        for page in (*source.keys[source._shared : count], *source.values[source._shared : count]):
+            page.flags.writeable = False  # of NumPy; kernels go by addresses, and `reserve` keeps them off
+        source._shared = max(source._shared, count)
+        self.keys, self.values, self._shared = source.keys[:count], source.values[:count], count
+        for mine, its in ((self.k_table, source.k_table), (self.v_table, source.v_table)):
+            mine[:count] = its[:count]
+            mine[count:] = 0
+
+    def clear(self) -> None:
+        """Let go of all pages."""
+        self.keys, self.values, self._shared = [], [], 0
+        self.k_table[:] = self.v_table[:] = 0
+
+    def arrays(self) -> Iterator[np.ndarray]:
+        """All memory it holds: pages and tables."""
+        yield from (*self.keys, *self.values, self.k_table, self.v_table)
 
 
 def _longer(table: np.ndarray, size: int) -> np.ndarray:
@@ -110,34 +196,100 @@ class HybridState:
     """State of all layers after `position` tokens; `layers[i]` is a DeltaState or KVPages by the layer's type.
 
     `program` is the decoder's: kernel calls recorded over exactly these arrays, dropped when one of them moves.
-    `open_chunks` is what GPU prefill carries beside them (gpu_state.OpenChunks); it counts at its own position only.
+    `open_chunks` is what GPU prefill carries beside them; it counts at its own position only.
     """
 
     position: int
     layers: list[DeltaState | KVPages]
     program: Any = field(default=None, repr=False, compare=False)
-    open_chunks: Any = field(default=None, repr=False, compare=False)
+    open_chunks: OpenChunks | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def fresh(cls, config: ModelConfig, kv_block: int, kv_format: str = "f32") -> HybridState:
         """The state before the first token. ConfigError where keys do not fit `kv_format`."""
-        delta = iter(_fresh_deltas(config))
+        delta = iter(empty_deltas(config))
         heads, size = config.num_key_value_heads, config.head_dim
-        return cls(0, [KVPages(heads, kv_block, size, kv_format) if kind == "full_attention" else next(delta)
-                       for kind in config.layer_types])
+        state = cls(0, [KVPages(heads, kv_block, size, kv_format) if kind == "full_attention" else next(delta)
+                        for kind in config.layer_types])
+        for base in state._deltas():
+            base[...] = 0  # the system gives the memory now, not page by page to the first token
+        return state
+
+    @staticmethod
+    def least_bytes(c: ModelConfig, kv_block: int, kv_format: str = "f32") -> int:
+        """Bytes of a copy of a state after one token, without allocating it."""
+        attention = c.layer_types.count("full_attention")
+        values = c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim
+        delta = 4 * ((c.linear_conv_kernel_dim - 1) * c.conv_dim + values)
+        page = KVPages(c.num_key_value_heads, kv_block, c.head_dim, kv_format).page_bytes + np.dtype(np.uintp).itemsize
+        return (len(c.layer_types) - attention) * delta + 2 * attention * page
 
     def reserve(self, end: int) -> None:
-        """Have room for the keys and values of all positions before `end`."""
+        """Have room for the keys and values of all positions before `end`, those from `position` on to be written."""
         for layer in self.layers:
-            if isinstance(layer, KVPages) and layer.reserve(end):
+            if isinstance(layer, KVPages) and layer.reserve(end, self.position):
                 self.program = None
 
     def copy(self) -> HybridState:
-        """Independent deep copy."""
-        states = [layer for layer in self.layers if isinstance(layer, DeltaState)]
-        delta = iter(_copy_deltas(states) if states else ())
-        layers = [next(delta) if isinstance(layer, DeltaState) else layer.copy() for layer in self.layers]
-        return HybridState(self.position, layers, open_chunks=self.open_chunks)
+        """An independent one that shares pages of keys and values, never to be written while they are shared."""
+        states = iter(_like_deltas([layer for layer in self.layers if isinstance(layer, DeltaState)]))
+        layers = [next(states) if isinstance(layer, DeltaState) else layer.copy(self.position) for layer in self.layers]
+        other = HybridState(self.position, layers, open_chunks=self.current_chunks())
+        copy_arrays(zip(other._deltas(), self._deltas(), strict=True))
+        return other
+
+    def restore(self, source: HybridState) -> None:
+        """Become what `source.copy()` would be, in the memory that is there. ValueError where the layers differ in kind."""
+        for mine, its in zip(self.layers, source.layers, strict=True):
+            if isinstance(mine, KVPages):
+                if (mine.page_tokens, mine.format, mine.row_bytes) != (its.page_tokens, its.format, its.row_bytes):
+                    raise ValueError("pages of another size or format")
+                if mine.restore(its, source.position):
+                    self.program = None
+        self.position, self.open_chunks = source.position, source.current_chunks()
+        copy_arrays(zip(self._deltas(), source._deltas(), strict=True))
+
+    def clear(self) -> None:
+        """Become the state before the first token, in the memory that is there."""
+        for layer in self.layers:
+            if isinstance(layer, KVPages):
+                layer.clear()
+        for array in self._deltas():
+            array[...] = 0
+        self.position, self.open_chunks = 0, None
+
+    def current_chunks(self) -> OpenChunks | None:
+        """The open chunks, unless tokens have passed since."""
+        chunks = self.open_chunks
+        return chunks if chunks is not None and chunks.position == self.position else None
+
+    def _deltas(self) -> Iterator[np.ndarray]:
+        """The arrays of all DeltaStates in order."""
+        for layer in self.layers:
+            if isinstance(layer, DeltaState):
+                yield from (layer.conv, layer.recurrent)
+
+    def copy_cost(self) -> tuple[int, dict[int, int]]:
+        """Bytes that a copy would allocate, and the memory that it would share, as `memory` has it."""
+        own, shared = sum(array.nbytes for array in self._deltas()), []
+        for layer in self.layers:
+            if isinstance(layer, KVPages):
+                count = min(len(layer.keys), layer.pages_for(self.position))
+                own += 2 * count * layer.k_table.itemsize
+                shared += [*layer.keys[:count], *layer.values[:count]]
+        return own, memory_of([*shared, *_chunk_arrays(self.current_chunks())])
+
+    def size_at(self, length: int) -> tuple[int, int]:
+        """Bytes of a state after `length` tokens: what every copy has of its own, and the pages that copies share."""
+        caches = [layer for layer in self.layers if isinstance(layer, KVPages)]
+        pages = [2 * layer.pages_for(length) for layer in caches]
+        own = sum(array.nbytes for array in self._deltas()) + sum(np.dtype(np.uintp).itemsize * count for count in pages)
+        return own, sum(count * layer.page_bytes for count, layer in zip(pages, caches, strict=True))
+
+    def memory(self) -> dict[int, int]:
+        """Bytes of every piece of memory that it holds, by identity: what two states share has the same."""
+        pages = (array for layer in self.layers if isinstance(layer, KVPages) for array in layer.arrays())
+        return memory_of([*self._deltas(), *pages, *_chunk_arrays(self.open_chunks)])
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Every value of the state by name, page size forgotten; equal states give equal bytes."""
@@ -150,16 +302,50 @@ class HybridState:
         return named
 
 
-def _fresh_deltas(c: ModelConfig) -> list[DeltaState]:
-    """One allocation for all layers: NumPy asks for huge pages from 4 MB on, and the state of a layer is smaller."""
+def empty_deltas(c: ModelConfig) -> list[DeltaState]:
+    """States of all Gated DeltaNet layers with undefined content. One allocation for all layers: NumPy asks for huge pages from
+    4 MB on, and the state of a layer is smaller."""
     layers = c.layer_types.count("linear_attention")
     conv = np.empty((layers, c.linear_conv_kernel_dim - 1, c.conv_dim), np.float32)
     recurrent = np.empty((layers, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim), np.float32)
-    for part in (conv, recurrent):
-        part[...] = 0  # the system gives the memory now, not page by page to the first token
     return [DeltaState(*parts) for parts in zip(conv, recurrent, strict=True)]
 
 
-def _copy_deltas(states: list[DeltaState]) -> list[DeltaState]:
-    parts = [np.stack([getattr(state, name) for state in states]) for name in ("conv", "recurrent")]
-    return [DeltaState(*both) for both in zip(*parts, strict=True)]
+def _like_deltas(states: list[DeltaState]) -> list[DeltaState]:
+    if not states:
+        return []
+    conv, recurrent = (np.empty((len(states), *array.shape), array.dtype) for array in (states[0].conv, states[0].recurrent))
+    return [DeltaState(*parts) for parts in zip(conv, recurrent, strict=True)]
+
+
+def _chunk_arrays(chunks: OpenChunks | None) -> list[np.ndarray]:
+    return [array for arrays in chunks.layers.values() for array in arrays.values()] if chunks else []
+
+
+def memory_of(arrays: Iterable[np.ndarray]) -> dict[int, int]:
+    """Bytes of what the arrays lie in, by identity: views of one allocation are that one."""
+    found: dict[int, int] = {}
+    for array in arrays:
+        while isinstance(array.base, np.ndarray):
+            array = array.base
+        found[id(array)] = array.nbytes
+    return found
+
+
+def copy_arrays(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+    """(to, from) each, by as many threads as memory can use."""
+    pairs = list(pairs)
+    if sum(target.nbytes for target, _ in pairs) < COPY_BYTES or _copy_threads() < 2:
+        for target, source in pairs:
+            np.copyto(target, source)
+        return
+    list(_copiers().map(lambda pair: np.copyto(*pair), pairs))
+
+
+def _copy_threads() -> int:
+    return min(COPY_THREADS, len(os.sched_getaffinity(0)))
+
+
+@cache
+def _copiers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_copy_threads(), "copy")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -12,25 +12,23 @@ from fermi_engine import report
 
 if TYPE_CHECKING:
     from fermi_engine.engine import Engine
-    from fermi_engine.session import Snapshot
 
 LONG_PREFILL = 512  # tokens from which on progress is worth showing
 
 
 class Timeline:
-    """A session that is given whole prompts and evaluates only what it does not hold yet.
-
-    It reuses its session where the prompt continues it, else the snapshot taken at the last `mark`, else it starts
-    again: the results are the same, because a session gives the same bits whatever pieces its tokens come in.
+    """What the token loop drives: prompts count from the first token, and only what neither the session nor the engine's
+    snapshots hold is evaluated. See Session.prompt.
     """
 
     position = 0  # every prompt counts from the first token
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, is_once: bool = False) -> None:
+        """is_once: no prompt will follow here, so that its answer is left as a snapshot."""
         self.engine, self.vocab_size = engine, engine.config.vocab_size
         self.mark: int | None = None  # how much of the next prompt the one after it will share
-        self._session = engine.session()
-        self._snapshot: Snapshot | None = None
+        self.session = engine.session()
+        self._is_once = is_once
         self.begin()
 
     def begin(self) -> None:
@@ -38,35 +36,45 @@ class Timeline:
         self.evaluated = self.decoded = 0  # tokens
         self.prefill_s = 0.0
 
+    @property
+    def cached_tokens(self) -> int:
+        """Of the last prompt, how many tokens were not evaluated."""
+        return self.session.cached_tokens
+
     def prefill(self, ids: Sequence[int]) -> Any:
         """Logits after `ids`, which count from the first token."""
         start = time.perf_counter()
-        reused = self._resume(tuple(ids))
-        self.evaluated = len(ids) - reused
-        shown = self.evaluated >= LONG_PREFILL and sys.stderr.isatty()
+        marks = [*turn_ends(ids, self.engine.eos_ids), *([self.mark] if self.mark else [])]
+        shown = len(ids) >= LONG_PREFILL and sys.stderr is not None and sys.stderr.isatty()
         with report.progress("reading", "tokens") if shown else nullcontext() as show:
-            if self.mark is not None and reused < self.mark < len(ids):
-                self._feed(ids[reused : self.mark], reused, len(ids), show)
-                self._snapshot, reused = self._session.snapshot(), self.mark
-            logits = self._feed(ids[reused:], reused, len(ids), show)
+            logits = self.session.prompt(ids, show and self._progress(len(ids), show), marks)
+        self.evaluated = len(ids) - self.cached_tokens
         self.prefill_s = time.perf_counter() - start
         return logits
+
+    @property
+    def promise(self) -> str | None:
+        """What an edit of the last prompt costs, where snapshots are further apart than they should be."""
+        return self.session.promise
+
+    def _progress(self, total: int, show: Any) -> Callable[[int, int], None]:
+        def of_all(done: int, rest: int) -> None:
+            if rest >= LONG_PREFILL:
+                show(total - rest + done, total, "")
+
+        return of_all
 
     def decode(self, token: int) -> Any:
         """Logits after one more token."""
         self.decoded += 1
-        return self._session.decode(token)
+        return self.session.decode(token)
 
-    def _feed(self, ids: Sequence[int], before: int, total: int, show: Any) -> Any:
-        return self._session.prefill(ids, show and (lambda done, _: show(before + done, total, "")))
+    def finished(self) -> None:
+        """The answer is complete."""
+        if self._is_once:
+            self.session.keep()
 
-    def _resume(self, ids: tuple[int, ...]) -> int:
-        """Put the session at the longest beginning of `ids` at hand and return its length."""
-        position = self._session.position
-        if position < len(ids) and self._session.tokens == ids[:position]:
-            return position
-        self._session = self.engine.session()
-        if self._snapshot and len(self._snapshot.tokens) < len(ids) \
-                and self._snapshot.tokens == ids[: len(self._snapshot.tokens)]:
-            self._session.restore(self._snapshot)
-        return self._session.position
+
+def turn_ends(ids: Sequence[int], ends: frozenset[int]) -> list[int]:
+    """Positions after each token that ends a message."""
+    return [position + 1 for position, token in enumerate(ids) if token in ends]

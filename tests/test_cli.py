@@ -601,7 +601,7 @@ def test_a_prompt_from_stdin(pack: Path) -> None:
 
 def test_timing_counts_tokens(pack: Path, capsys: pytest.CaptureFixture) -> None:
     err = run(capsys, "generate", "-m", pack, "--ids", "1,2,3", "-n", "5", *GREEDY, "--ignore-eos", "--timing")[2]
-    status, timing, parts = err.splitlines()
+    status, timing, parts, snapshots = err.splitlines()
     assert re.search(r", loaded in \d+\.\d\d s$", status)
     speeds = r"prefill 3 of 3 tokens, [\d.]+ tok/s \| decode 4 tokens, [\d.]+ tok/s \| finish: length"
     assert re.fullmatch(speeds, timing)
@@ -609,6 +609,8 @@ def test_timing_counts_tokens(pack: Path, capsys: pytest.CaptureFixture) -> None
     assert len(ms) >= 2
     assert max(ms) > 0
     assert sum(ms) == pytest.approx(total, abs=0.05 * len(ms) + 0.05)  # each is rounded to a tenth
+    assert re.fullmatch(r"snapshots: 1 in [\d.]+ kB of [\d.]+ GB, 0 tokens of 0 prompts not evaluated again, "
+                        r"1 saved in [\d.]+ ms, 0 restored in 0.0 ms, 0 evicted", snapshots)
     err = run(capsys, "generate", "-m", pack, "--ids", "1,2,3", "-n", "0", "--timing")[2]
     assert err.splitlines()[1] == "prefill 0 of 3 tokens, - tok/s | decode 0 tokens, - tok/s | finish: length"
 
@@ -632,8 +634,8 @@ def test_chat_answers_as_if_every_turn_were_the_first(pack: Path) -> None:
     counts = [tuple(map(int, found)) for found in re.findall(r"prefill (\d+) of (\d+) tokens", result.stderr)]
     assert len(counts) == 4
     first, second, _, again = counts
-    assert first == again
-    assert first[0] == first[1]
+    assert first[0] == first[1] == again[1]
+    assert again[0] == 0
     # the second prompt shares with the first all that came before the answer
     shared = len(chat_ids(engine, *history[:2], enable_thinking=False, add_generation_prompt=False))
     assert second == (second[1] - shared, second[1])
@@ -667,12 +669,12 @@ def test_timeline_reuses_a_prefix_bit_for_bit(pack: Path) -> None:
 
     assert fed([1, 2, 3, 4], mark=2) == 4
     assert fed([1, 2, 3, 4, 5]) == 1  # goes on
-    assert fed([1, 2, 3, 4, 5]) == 3  # the same again: back to the mark, for logits are not kept
+    assert fed([1, 2, 3, 4, 5]) == 0  # the same again: its logits are kept
     assert fed([1, 2, 9]) == 1
     assert fed([1, 3, 9]) == 3  # parts before the mark: from the start
     timeline.decode(7)
     assert fed([1, 3, 9, 7, 8]) == 1
-    assert fed([1, 2]) == 2  # the mark itself has no token left to evaluate
+    assert fed([1, 2]) == 2  # at the mark itself no logits are kept
     assert fed([5], mark=1) == 1
 
 

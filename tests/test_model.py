@@ -47,6 +47,7 @@ def test_pages_hold_what_was_appended(page_tokens, format):
         assert len(copy.keys) == -(-90 // page_tokens)
         assert copy.capacity == len(copy.keys) * page_tokens
         assert copy.nbytes == 2 * copy.capacity * 2 * {"f32": 128, "f16": 64, "q8_0": 34}[format]
+    copy.reserve(1)
     kernels.get().kv_append(copy, np.array([0], np.int64), -rows[:1], rows[:1])
     assert np.array_equal(pages.filled(90)[0], stored)
 

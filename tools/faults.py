@@ -95,8 +95,8 @@ MODEL = (
     Fault(
         "snapshot shares its state",
         "fermi_engine/session.py",
-        "Snapshot(self.tokens, self.state.copy(), self.engine.pack_hash)",
-        "Snapshot(self.tokens, self.state, self.engine.pack_hash)",
+        "Snapshot(self.prefix, self.state.copy(), trail=self._trail)",
+        "Snapshot(self.prefix, self.state, trail=self._trail)",
         "test:tests/test_exactness.py::test_snapshot_resumes_to_the_bit",
     ),
     Fault(

@@ -45,14 +45,14 @@ GPU_PREFILL = (
     Fault(
         "open chunks dropped between calls",
         "fermi_engine/gpu_state.py",
-        "        opened = current_chunks(state)\n",
+        "        opened = state.current_chunks()\n",
         "        opened = None\n",
         f"{_TESTS}test_a_prompt_in_pieces_gives_the_bits_of_one",
     ),
     Fault(
         "open chunks used after the CPU has moved on",
-        "fermi_engine/gpu_state.py",
-        "chunks.position == state.position else None",
+        "fermi_engine/state.py",
+        "chunks.position == self.position else None",
         "chunks.tokens else None",
         "test:tests/test_hybrid_prefill.py::test_prefill_goes_on_after_cpu_decode",
     ),

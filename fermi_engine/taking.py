@@ -1,0 +1,91 @@
+"""Taking: the snapshots of one prefill. Where they will be is decided before it; they join the cache when it has come through and
+leave nothing behind when it has not."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fermi_engine import boundaries
+from fermi_engine.prefix import Prefix
+from fermi_engine.prefix_tree import Entry
+from fermi_engine.snapshots import SnapshotCache
+from fermi_engine.state import HybridState
+
+CLOSE = 8  # tokens: too few between two snapshots
+BLOCK_SHARE = 2 / 3  # of the snapshots that there is room for, at most so many are boundaries of one prompt
+
+Trail = tuple[tuple[int, str], ...]
+
+
+@dataclass
+class Taking:
+    """Snapshots of a prefill to the end of `prefix`. stops: position -> kind of those before its end, in rising order. ratio: of
+    the ladder, see boundaries.py; infinite where there is none."""
+
+    cache: SnapshotCache
+    prefix: Prefix
+    stops: dict[int, str]
+    ratio: float
+    taken: list[Entry] = field(default_factory=list)
+    seconds: float = 0.0  # that taking them took
+
+    @classmethod
+    def plan(cls, cache: SnapshotCache, prefix: Prefix, state: HybridState, marks: Sequence[int] = (),
+             base: int = 0) -> Taking:
+        """For a prefill that goes on from `state`. marks: positions where messages end, the first that of the system prompt;
+        those outside of what is evaluated count for nothing. base: a position where a chunk of the GPU's ends."""
+        start, end = state.position, len(prefix)
+        marks = _apart(marks)
+        inside = [at for at in marks if start < at < end]
+        kinds = {at: "root" if at == marks[0] else "turn" for at in inside}
+        room = _room(cache, state, end)
+        # The next prompt shares the last mark, every chat the first.
+        by_rank = [*inside[-1:], *inside[:1], *reversed(inside[1:-1])]
+        kept = {at: kinds[at] for at in by_rank[: max(0, room - 1)]}
+        most = max(0, int(room * BLOCK_SHARE) - len(kept))
+        blocks, ratio = boundaries.fitting(start, end, cache.costs.spacing(end), most, base)
+        return cls(cache, prefix, dict(sorted({**dict.fromkeys(blocks, "block"), **kept}.items())), ratio)
+
+    def take(self, state: HybridState, trail: Trail, logits: np.ndarray | None = None) -> None:
+        """A snapshot of the live state, where it is due or, with logits, at the end."""
+        start = time.perf_counter()
+        kind = self.stops.get(state.position, "end")
+        entry = self.cache.save(state, self.prefix.head(state.position), kind, trail, logits)
+        if entry is not None:
+            self.taken.append(entry)
+        self.seconds += time.perf_counter() - start
+
+    def commit(self) -> None:
+        """The prefill has come through."""
+        self.cache.publish(self.taken)
+        self.taken = []
+
+    def drop(self) -> None:
+        """It has not."""
+        self.cache.discard(self.taken)
+        self.taken = []
+
+    def promise(self) -> str | None:
+        """What an edit costs, in words, where room has made the ladder wider than it should be."""
+        if self.ratio <= boundaries.RATIO:
+            return None
+        if math.isinf(self.ratio):
+            return "no room for boundaries: an edit evaluates its message again from the last mark on"
+        return f"an edit recomputes up to {self.ratio:.2f} times the tokens after it"
+
+
+def _apart(marks: Sequence[int]) -> list[int]:
+    """In rising order, without those that a later one is close to."""
+    marks = sorted(set(marks))
+    return [at for i, at in enumerate(marks) if marks[i + 1 : i + 2] == [] or marks[i + 1] - at >= CLOSE]
+
+
+def _room(cache: SnapshotCache, state: HybridState, end: int) -> int:
+    """How many snapshots the budget holds beside the keys and values up to `end`."""
+    own, pages = state.size_at(end)
+    return max(0, (cache.holdings.budget - pages) // own)
