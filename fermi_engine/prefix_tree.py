@@ -16,7 +16,9 @@ from fermi_engine.prefix import Prefix
 if TYPE_CHECKING:
     from fermi_engine.snapshots import Snapshot
 
-BETWEEN = 0.1  # likelihood that a request goes on from between the ends of a sequence, where that from an end is 1
+# How likely a request goes on from inside of a sequence, where 1 stands for its end: behind a message, and anywhere else. From
+# tools/lab/snapshot_policy.py, where halving or doubling them changes little.
+BETWEEN, BOUNDARY = 0.4, 0.1
 
 
 @dataclass(eq=False)
@@ -44,10 +46,10 @@ class Entry:
 
     @property
     def likelihood(self) -> float:
-        """How likely a request goes on from here: 1 for the end of a sequence and for each that others part with here."""
-        if not self.children:
-            return 1.0
-        return max(BETWEEN, len(self.children) - 1.0)
+        """How likely a request goes on from here: 1 for the end of a sequence, and for each that parts with others here."""
+        if self.snapshot.kind == "block":
+            return max(BOUNDARY, len(self.children) - 1.0)
+        return max(BETWEEN, len(self.children) - 1.0) if self.children else 1.0
 
     def nearest_end(self) -> int:
         """Position of the nearest end of a sequence that it is a beginning of."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
@@ -149,7 +150,7 @@ class ArrayModel:
     decoder: Decoder
     options: EngineConfig
     pack_hash: str = "arrays"
-    gpu: None = None  # prompts stay on the CPU
+    gpu: Any = None  # prompts stay on the CPU
     snapshots: SnapshotCache | None = None
 
     @property

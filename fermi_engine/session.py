@@ -195,7 +195,10 @@ class Session:
             self._state.clear()
 
     def _become(self, snapshot: Snapshot) -> None:
-        start = time.perf_counter()
+        start, pages = time.perf_counter(), snapshot.state.page_tokens() - {self.engine.options.kv_block}
+        if pages:
+            raise RequestError(f"snapshot with pages of {pages.pop()} positions, here {self.engine.options.kv_block}; it needs "
+                               "the same kv_block")
         state, self._state = self._state, None  # until it is whole again
         if state is None:
             state = snapshot.state.copy()

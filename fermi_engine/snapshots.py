@@ -24,7 +24,7 @@ from fermi_engine import boundaries, report
 from fermi_engine.prefix import Prefix
 from fermi_engine.prefix_tree import Entry, PrefixTree, longest
 from fermi_engine.snapshot_budget import Costs, Holdings, Stats
-from fermi_engine.state import HybridState, memory_of
+from fermi_engine.state import HybridState, copied, memory_of
 
 KINDS = ("root", "turn", "end", "answer", "block")
 
@@ -44,6 +44,9 @@ class Snapshot:
     logits: np.ndarray | None = None
     kind: str = "end"
     trail: tuple[tuple[int, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        self.state.freeze()
 
     @property
     def position(self) -> int:
@@ -163,11 +166,12 @@ class SnapshotCache:
         with self.lock:
             rest = memory_of([prefix.ids])
             own, shared = state.copy_cost()
-            need = own + self.holdings.missing({**shared, **rest}) + (0 if logits is None else logits.nbytes)
-            if not self.make_room(need):
+            own += 0 if logits is None else logits.nbytes
+            need = self._room_for(own, {**shared, **rest})
+            if need is None:
                 self.stats.declined += 1
                 return None
-            snapshot = Snapshot(prefix, state.copy(), None if logits is None else logits.copy(), kind, trail)
+            snapshot = Snapshot(prefix, state.copy(), None if logits is None else copied(logits), kind, trail)
             entry = self.held(snapshot, need)
             self._count_saved(1, time.perf_counter() - began)
             return entry
@@ -180,8 +184,8 @@ class SnapshotCache:
     def add(self, snapshot: Snapshot) -> bool:
         """Index one that was made elsewhere, such as by Session.snapshot; whether there was room."""
         with self.lock:
-            need = self.holdings.missing(snapshot.memory())
-            if not self.make_room(need):
+            need = self._room_for(0, snapshot.memory())
+            if need is None:
                 self.stats.declined += 1
                 return False
             self.publish([self.held(snapshot, need)])
@@ -190,12 +194,17 @@ class SnapshotCache:
     def make_room(self, nbytes: int) -> bool:
         """Reserve bytes of the budget, evicting what is worth least; False where that does not help."""
         with self.lock:
-            while not self.holdings.reserve(nbytes):
-                free = [entry for entry in self._tree if not entry.busy]
-                if not free or nbytes > self.holdings.budget:
-                    return False
-                self._evict(min(free, key=self._worth))
-            return True
+            return self._room_for(nbytes, {}) is not None
+
+    def _room_for(self, nbytes: int, shared: dict[int, int]) -> int | None:
+        """Reserve so many bytes and those of `shared` memory that nobody holds, which evictions may make more; how many it was,
+        None where there is no room."""
+        while not self.holdings.reserve(need := nbytes + self.holdings.missing(shared)):
+            free = [entry for entry in self._tree if not entry.busy]
+            if not free or need > self.holdings.budget:
+                return None
+            self._evict(min(free, key=self._worth))
+        return need
 
     def _worth(self, entry: Entry) -> float:
         return entry.start + entry.likelihood * entry.gain / max(1, self.holdings.only(entry.memory))

@@ -43,6 +43,18 @@ class OpenChunks:
     layers: dict[int, dict[str, np.ndarray]]
 
 
+def allocate(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
+    """Memory with undefined content; all of what a copy takes comes from here."""
+    return np.empty(shape, dtype)
+
+
+def copied(array: np.ndarray) -> np.ndarray:
+    """A copy in such memory."""
+    copy = allocate(array.shape, array.dtype)
+    copy[...] = array
+    return copy
+
+
 def _zeros(shape: tuple[int, ...]) -> np.ndarray:
     return np.zeros(shape, np.uint8)
 
@@ -155,7 +167,7 @@ class KVPages:
         """Another holder of the pages, or of those with the first `length` positions."""
         other = KVPages(self.kv_heads, self.page_tokens, self.head_dim, self.format, self._allocate)
         count = len(self.keys) if length is None else min(len(self.keys), self.pages_for(length))
-        other.k_table, other.v_table = np.zeros(count, np.uintp), np.zeros(count, np.uintp)
+        other.k_table, other.v_table = allocate((count,), np.uintp), allocate((count,), np.uintp)
         other._take(self, count)
         return other
 
@@ -167,13 +179,20 @@ class KVPages:
         return moved
 
     def _take(self, source: KVPages, count: int) -> None:
-        for page in (*source.keys[source._shared : count], *source.values[source._shared : count]):
-            page.flags.writeable = False  # of NumPy; kernels go by addresses, and `reserve` keeps them off
-        source._shared = max(source._shared, count)
+        source._share(count)
         self.keys, self.values, self._shared = source.keys[:count], source.values[:count], count
         for mine, its in ((self.k_table, source.k_table), (self.v_table, source.v_table)):
             mine[:count] = its[:count]
             mine[count:] = 0
+
+    def freeze(self) -> None:
+        """Never write the pages again."""
+        self._share(len(self.keys))
+
+    def _share(self, count: int) -> None:
+        for page in (*self.keys[self._shared : count], *self.values[self._shared : count]):
+            page.flags.writeable = False  # of NumPy; kernels go by addresses, and `reserve` keeps them off
+        self._shared = max(self._shared, count)
 
     def clear(self) -> None:
         """Let go of all pages."""
@@ -238,14 +257,15 @@ class HybridState:
         copy_arrays(zip(other._deltas(), self._deltas(), strict=True))
         return other
 
+    def page_tokens(self) -> set[int]:
+        """Positions of a page, in all layers."""
+        return {layer.page_tokens for layer in self.layers if isinstance(layer, KVPages)}
+
     def restore(self, source: HybridState) -> None:
-        """Become what `source.copy()` would be, in the memory that is there. ValueError where the layers differ in kind."""
+        """Become what `source.copy()` would be, in the memory that is there; both are of one model, format and page size."""
         for mine, its in zip(self.layers, source.layers, strict=True):
-            if isinstance(mine, KVPages):
-                if (mine.page_tokens, mine.format, mine.row_bytes) != (its.page_tokens, its.format, its.row_bytes):
-                    raise ValueError("pages of another size or format")
-                if mine.restore(its, source.position):
-                    self.program = None
+            if isinstance(mine, KVPages) and mine.restore(its, source.position):
+                self.program = None
         self.position, self.open_chunks = source.position, source.current_chunks()
         copy_arrays(zip(self._deltas(), source._deltas(), strict=True))
 
@@ -257,6 +277,14 @@ class HybridState:
         for array in self._deltas():
             array[...] = 0
         self.position, self.open_chunks = 0, None
+
+    def freeze(self) -> None:
+        """Have NumPy refuse to write it from now on, and its pages counted as shared."""
+        for layer in self.layers:
+            if isinstance(layer, KVPages):
+                layer.freeze()
+        for array in self._deltas():
+            array.flags.writeable = False
 
     def current_chunks(self) -> OpenChunks | None:
         """The open chunks, unless tokens have passed since."""
@@ -314,7 +342,7 @@ def empty_deltas(c: ModelConfig) -> list[DeltaState]:
 def _like_deltas(states: list[DeltaState]) -> list[DeltaState]:
     if not states:
         return []
-    conv, recurrent = (np.empty((len(states), *array.shape), array.dtype) for array in (states[0].conv, states[0].recurrent))
+    conv, recurrent = (allocate((len(states), *array.shape)) for array in (states[0].conv, states[0].recurrent))
     return [DeltaState(*parts) for parts in zip(conv, recurrent, strict=True)]
 
 

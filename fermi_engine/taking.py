@@ -17,7 +17,7 @@ from fermi_engine.snapshots import SnapshotCache
 from fermi_engine.state import HybridState
 
 CLOSE = 8  # tokens: too few between two snapshots
-BLOCK_SHARE = 2 / 3  # of the snapshots that there is room for, at most so many are boundaries of one prompt
+BLOCK_SHARE = 1 / 3  # of the snapshots that there is room for, at most so many are boundaries of one prompt
 
 Trail = tuple[tuple[int, str], ...]
 
