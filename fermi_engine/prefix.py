@@ -25,7 +25,7 @@ _IMAGE = -1
 class NumericPath:
     """What the bits of a state depend on beside tokens and images.
 
-    pack_hash: seal of the pack. activations, kv_format: of EngineConfig. prefill: 'cpu', or which GPU and whose products:
+    pack_hash: seal of the pack. activations, kv_format: of EngineConfig. prefill: 'cpu', or with whose products on which device:
     'gpu own cuda'. version: of the engine.
     """
 
@@ -38,7 +38,7 @@ class NumericPath:
     @classmethod
     def of(cls, pack_hash: str, options: Any) -> NumericPath:
         """From a pack's seal and an EngineConfig."""
-        prefill = "cpu" if options.prefill == "cpu" else f"{options.prefill} own {options.device}"
+        prefill = "cpu" if options.prefill == "cpu" else f"{options.prefill} {options.gemm} {options.device}"
         return cls(pack_hash, options.activations, options.kv_format, prefill)
 
     def fields(self) -> dict[str, str]:

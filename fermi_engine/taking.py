@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -25,12 +26,13 @@ Trail = tuple[tuple[int, str], ...]
 @dataclass
 class Taking:
     """Snapshots of a prefill to the end of `prefix`. stops: position -> kind of those before its end, in rising order. ratio: of
-    the ladder, see boundaries.py; infinite where there is none."""
+    the ladder, see boundaries.py; infinite where none fits, and `widest` tokens lie between two stops then."""
 
     cache: SnapshotCache
     prefix: Prefix
     stops: dict[int, str]
     ratio: float
+    widest: int = 0
     taken: list[Entry] = field(default_factory=list)
     seconds: float = 0.0  # that taking them took
 
@@ -49,7 +51,8 @@ class Taking:
         kept = {at: kinds[at] for at in by_rank[: max(0, room - 1)]}
         most = max(0, int(room * BLOCK_SHARE) - len(kept))
         blocks, ratio = boundaries.fitting(start, end, cache.costs.spacing(end), most, base)
-        return cls(cache, prefix, dict(sorted({**dict.fromkeys(blocks, "block"), **kept}.items())), ratio)
+        stops = dict(sorted({**dict.fromkeys(blocks, "block"), **kept}.items()))
+        return cls(cache, prefix, stops, ratio, max(b - a for a, b in pairwise([start, *stops, end])))
 
     def take(self, state: HybridState, trail: Trail, logits: np.ndarray | None = None) -> None:
         """A snapshot of the live state, where it is due or, with logits, at the end."""
@@ -75,7 +78,7 @@ class Taking:
         if self.ratio <= boundaries.RATIO:
             return None
         if math.isinf(self.ratio):
-            return "no room for boundaries: an edit evaluates its message again from the last mark on"
+            return f"an edit recomputes up to {self.widest} tokens more than it changes"
         return f"an edit recomputes up to {self.ratio:.2f} times the tokens after it"
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import pytest
 
-from fermi_engine import SamplingParams, generate, kernels
+from fermi_engine import SamplingParams, generate, kernels, state
 from fermi_engine.array_weights import ArrayWeights
 from fermi_engine.config import EngineConfig
 from fermi_engine.model.decoder import Decoder
+from fermi_engine.prefix import ImageSpan
 from fermi_engine.runs import ArrayModel, digest
 from fermi_engine.session import Session
 from fermi_engine.snapshot_budget import Costs
 from fermi_engine.snapshots import Snapshot, SnapshotCache
-from fermi_engine.state import HybridState, KVPages
+from fermi_engine.state import KVPages
 from tests.strategies import Draws
 from tests.tiny_models import quantised_model
 
@@ -102,28 +105,65 @@ class Prompted:
         self.prefill, self.decode, self.finished = session.prompt, session.decode, session.keep
 
 
-def held_memory(model: ArrayModel) -> int:
-    """Bytes that the cache's entries really hold, pages counted once."""
-    memory: dict[int, int] = {}
-    for snapshot in model.snapshots.entries():
-        memory |= snapshot.memory()
-    return sum(memory.values())
+class Tracer:
+    """What a model's cache really holds, found out at every allocation for a snapshot from the snapshots that are alive and the
+    memory that was allocated for one in the making. `peak` is the most there ever was."""
+
+    def __init__(self, model: ArrayModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.peak, self.failures = 0, 0
+        self._made: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+        self._making: list[weakref.ref] | None = None
+        allocate, save, held = state.allocate, SnapshotCache.save, SnapshotCache.held
+
+        def traced_allocate(*args: object) -> np.ndarray:
+            array = allocate(*args)
+            if self._making is not None:
+                self._making.append(weakref.ref(array))
+                self.look()
+            return array
+
+        def traced_save(cache: SnapshotCache, *args: object) -> object:
+            self._making = []
+            try:
+                return save(cache, *args)
+            finally:
+                self._making = None
+                self.look()
+
+        def traced_held(cache: SnapshotCache, snapshot: Snapshot, reserved: int) -> object:
+            if cache is model.snapshots:
+                self._made.add(snapshot)
+            return held(cache, snapshot, reserved)
+
+        monkeypatch.setattr(state, "allocate", traced_allocate)
+        monkeypatch.setattr(SnapshotCache, "save", traced_save)
+        monkeypatch.setattr(SnapshotCache, "held", traced_held)
+
+    def look(self) -> int:
+        """Bytes now, each piece of memory once."""
+        memory: dict[int, int] = {}
+        for snapshot in self._made:
+            memory |= snapshot.memory()
+        making = (reference() for reference in self._making or ())
+        memory |= state.memory_of(array for array in making if array is not None)
+        self.peak = max(self.peak, sum(memory.values()))
+        return sum(memory.values())
 
 
 class Counting:
     """Counts the tokens that a model really evaluates."""
 
-    def __init__(self, model: ArrayModel, monkeypatch: object) -> None:
+    def __init__(self, model: ArrayModel, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tokens = 0
         hidden, step = Decoder.hidden, Decoder.step
 
-        def counted_hidden(decoder: Decoder, ids: np.ndarray, state: HybridState, *rest: object) -> np.ndarray:
+        def counted_hidden(decoder: Decoder, ids: np.ndarray, *rest: object) -> np.ndarray:
             self.tokens += len(ids) * (decoder is model.decoder)
-            return hidden(decoder, ids, state, *rest)
+            return hidden(decoder, ids, *rest)
 
-        def counted_step(decoder: Decoder, token: int, state: HybridState) -> np.ndarray:
+        def counted_step(decoder: Decoder, *args: object) -> np.ndarray:
             self.tokens += decoder is model.decoder and decoder.is_recordable
-            return step(decoder, token, state)
+            return step(decoder, *args)
 
         monkeypatch.setattr(Decoder, "hidden", counted_hidden)
         monkeypatch.setattr(Decoder, "step", counted_step)
@@ -133,3 +173,8 @@ class Counting:
         self.tokens = 0
         call()
         return self.tokens
+
+
+def pictures(which: int) -> tuple[ImageSpan, ...]:
+    """One image among the tokens; its content by number."""
+    return (ImageSpan(10, 20, bytes([which]) * 32),)

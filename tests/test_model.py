@@ -52,6 +52,43 @@ def test_pages_hold_what_was_appended(page_tokens, format):
     assert np.array_equal(pages.filled(90)[0], stored)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("length", [8, 9, 11])
+def test_a_shared_page_is_copied_before_it_is_written(length, format):
+    """Two holders go on from the same rows, each its own way; full pages stay shared."""
+    rows = np.random.default_rng(length).standard_normal((40, 2, 32)).astype(np.float32)
+    first = appended(KVPages(2, 4, 32, format), [length], rows, -rows)
+    second = first.copy()
+    third = KVPages(2, 4, 32, format)
+    appended(third, [30], -rows, rows)
+    third.restore(second, length)
+    for pages, sign in ((first, 1), (second, -1), (third, 2)):
+        grown(pages, length, sign * rows)
+    for pages, sign in ((first, 1), (second, -1), (third, 2)):
+        want = np.concatenate([rows[:length], sign * rows[length:20]])
+        stored = quant.decode_cache(quant.encode_cache(torch.from_numpy(want), format), format).numpy()
+        assert np.array_equal(pages.filled(20)[0], stored)
+        assert pages.k_table[:5].tolist() == [page.ctypes.data for page in pages.keys]
+    shared = {page.ctypes.data for page in first.keys} & {page.ctypes.data for page in second.keys}
+    assert len(shared) == length // 4
+
+
+def grown(pages: KVPages, length: int, rows: np.ndarray) -> None:
+    for at in range(length, 20):
+        pages.reserve(at + 1, at)
+        kernels.get().kv_append(pages, np.array([at], np.int64), rows[at : at + 1], -rows[at : at + 1])
+
+
+def test_pages_move_between_sizes_as_they_are_kept():
+    rows = np.random.default_rng(1).standard_normal((13, 2, 32)).astype(np.float32)
+    for format in FORMATS:
+        source = appended(KVPages(2, 4, 32, format), [13], rows, -rows)
+        other = KVPages(2, 5, 32, format)
+        other.fill(*source.rows(13))
+        assert [part.tobytes() for part in other.rows(13)] == [part.tobytes() for part in source.rows(13)]
+        assert other.rows(13)[0].shape == (2, 13, source.row_bytes)
+
+
 def test_a_table_that_grows_is_told():
     """A recorded program reads the old one."""
     pages = KVPages(1, 2, 8)
