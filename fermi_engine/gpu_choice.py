@@ -9,6 +9,7 @@ import numpy as np
 from fermi_engine import gpu_cost
 from fermi_engine.config import EngineConfig
 from fermi_engine.errors import DeviceError
+from fermi_engine.gpu_boundaries import Stops
 from fermi_engine.gpu_prefill import HybridPrefill, Progress
 from fermi_engine.kernels.gpu import Device, open_device
 from fermi_engine.model.decoder import Decoder
@@ -32,17 +33,19 @@ class GpuChoice:
         self.timing = False  # whether the next prefills keep a timeline
         self.cost: gpu_cost.Cost | None = None  # what 'auto' decides by, once measured
 
-    def hidden(self, ids: np.ndarray, state: HybridState, progress: Progress | None = None) -> np.ndarray | None:
-        """HybridPrefill.run, or None where the CPU is to do it: single tokens, and what 'auto' leaves to it."""
+    def hidden(self, ids: np.ndarray, state: HybridState, progress: Progress | None = None, stops: Stops | None = None,
+               is_rest: bool = False) -> np.ndarray | None:
+        """HybridPrefill.run, or None where the CPU is to do it: single tokens, and what 'auto' leaves to it. is_rest: the tokens
+        are the rest of a longer prompt, of which a single one goes the way of the others, too."""
         is_auto = self._options.prefill == "auto"
-        if self._is_off or len(ids) < (SHORTEST if is_auto else 2):
+        if self._is_off or len(ids) < (SHORTEST if is_auto else 1 if is_rest else 2):
             return None
         try:
             prefill = self._opened()
             if is_auto and not self._is_faster(prefill, ids, state.position):
                 return None
             prefill.timing = self.timing
-            return prefill.run(ids, state, progress)
+            return prefill.run(ids, state, progress, stops)
         except DeviceError as err:
             if not is_auto:
                 raise err if OFFER in str(err) else type(err)(f"{err}; {OFFER} does without the GPU") from None

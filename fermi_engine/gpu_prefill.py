@@ -7,13 +7,14 @@ and the CPU decodes. Activations are float32: the CPU path's equal is EngineConf
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from fermi_engine import placement
-from fermi_engine.errors import DeviceError
+from fermi_engine import gpu_boundaries, placement
+from fermi_engine.errors import DeviceError, DeviceMemoryError
+from fermi_engine.gpu_boundaries import Boundaries, Place, Stops
 from fermi_engine.gpu_report import Report
 from fermi_engine.gpu_state import DeviceState, Fetch
 from fermi_engine.gpu_stream import HostMemory, Slots
@@ -57,27 +58,47 @@ class HybridPrefill:
         self.copies, self.compute, self.results = map(device.stream, ("copies", "compute", "results"))
         self._resident: dict[int, tuple[DeviceBuffer, DeviceWeights]] = {}  # layer -> buffer that holds its dense weights
 
-    def plan(self, start: int, end: int) -> Plan:
-        """How positions start..end would be run. Raises DeviceMemoryError when they do not fit."""
+    def plan(self, start: int, end: int, stops: Sequence[Place] = ()) -> Plan:
+        """How positions start..end would be run, leaving states at `stops`. Raises DeviceMemoryError when they do not fit."""
         c = self.config
         demand = Demand(tuple(w.nbytes for w in self.dense), tuple(w.nbytes for w in self.experts) or (0,) * len(self.dense),
                         *DeviceState.nbytes(c, end), lambda tokens: Activations(c, tokens).nbytes,
-                        0 if self.gemm == "own" else max(w.expanded_bytes for w in self.dense))
+                        0 if self.gemm == "own" else max(w.expanded_bytes for w in self.dense),
+                        gpu_boundaries.device_bytes(c, stops))
         return placement.plan(demand, start, end, self.ledger.limit, self.slots, self.token_block)
 
-    def run(self, ids: np.ndarray, state: HybridState, progress: Progress | None = None) -> np.ndarray:
+    def run(self, ids: np.ndarray, state: HybridState, progress: Progress | None = None,
+            stops: Stops | None = None) -> np.ndarray:
         """ids int32 [T] appended to `state` -> hidden row [1, H] of the last token, before the final norm; `state` moves on.
 
-        progress(done, total) counts tokens, in steps of a layer. Raises DeviceError, one line; `state` is as before then.
+        progress(done, total) counts tokens, in steps of a layer. stops: who wants states of positions inside; as many as fit on
+        the device without costing the prefill more copies. Raises DeviceError, one line; `state` is as before then.
         """
-        plan = self.plan(state.position, state.position + len(ids))
+        plan, places = self._with_stops(state, state.position + len(ids), stops)
         before = self.host.copied_bytes
         with self._traced() as spans, self._idle_after_errors():
             buffers = self.ledger.settle(plan.sizes)
-            hidden, commit = _Run(self, plan, buffers, self._load(plan, buffers), state).through(ids, progress)
+            run = _Run(self, plan, buffers, self._load(plan, buffers), state, places)
+            hidden, commit = run.through(ids, progress)
         commit()
+        if stops is not None:
+            stops.made(run.boundaries.states(state), run.boundaries.seconds)
         self.last = Report(plan, self.host.copied_bytes - before, self.ledger.peak, self.gemm, tuple(spans))
         return hidden
+
+    def _with_stops(self, state: HybridState, end: int, stops: Stops | None) -> tuple[Plan, list[Place]]:
+        """The plan, and at which places states are left."""
+        plain = self.plan(state.position, end)
+        wanted = stops.wanted() if stops else []
+        while wanted:
+            places = gpu_boundaries.places_of(wanted, state)
+            with suppress(DeviceMemoryError):
+                plan = self.plan(state.position, end, places)
+                if (plan.streamed_bytes, len(plan.blocks)) == (plain.streamed_bytes, len(plain.blocks)):
+                    room = stops.reserve({p.position: gpu_boundaries.host_bytes(self.config, p) for p in places}, state)
+                    return plan, [place for place in places if place.position in room]
+            wanted = wanted[: len(wanted) // 2]
+        return plain, []
 
     @contextmanager
     def _traced(self) -> Iterator[list[Span]]:
@@ -130,9 +151,9 @@ class _Run:
     """One call: its buffers, and the steps of its schedule. Step i is layer i % L of block i // L."""
 
     def __init__(self, owner: HybridPrefill, plan: Plan, buffers: dict[str, DeviceBuffer], resident: list[DeviceWeights],
-                 state: HybridState) -> None:
-        """buffers: of plan.sizes; resident: the weights of the first layers."""
-        self.owner, self.plan, self.resident, self.state = owner, plan, resident, state
+                 state: HybridState, places: Sequence[Place] = ()) -> None:
+        """buffers: of plan.sizes; resident: the weights of the first layers; places: where states are left."""
+        self.owner, self.plan, self.buffers, self.resident, self.state = owner, plan, buffers, resident, state
         self.layers = len(owner.dense)
         self.steps = self.layers * len(plan.blocks)
         self.device_state = DeviceState(owner.config, plan.blocks[-1][1], buffers.get("states"), buffers.get("keys and values"))
@@ -142,6 +163,7 @@ class _Run:
         self.activations = buffers["activations"]
         self.kernels = Kernels(owner.device, owner.compute, self._vendor(buffers.get("expanded weights")))
         self.fetch = Fetch(owner.device, owner.config, self.device_state, state, owner.results)
+        self.boundaries = Boundaries(owner.device, owner.config, places, plan.blocks, owner.compute, owner.results)
         self.passed: deque[Event] = deque()
         self.staging, self.uploaded = self._staging(), owner.device.event()
 
@@ -156,8 +178,10 @@ class _Run:
         """Host memory, page-locked where the system lets us, for all that goes to and fro beside the weights."""
         tokens, hidden = self.plan.most_tokens, self.owner.config.hidden_size
         passing = Layout({"x": (tokens, hidden), "positions": (3, tokens), "hidden": (1, hidden)}, {"positions": np.int32})
-        memory = self.owner.host.staging(passing.end + self.fetch.nbytes)
+        first = passing.end + self.fetch.nbytes
+        memory = self.owner.host.staging(first + self.boundaries.staging_bytes)
         self.fetch.begin(memory[passing.end :])
+        self.boundaries.begin(self.buffers.get(gpu_boundaries.BUFFER), memory[first:])
         return passing.over(memory)
 
     def through(self, ids: np.ndarray, progress: Progress | None) -> tuple[np.ndarray, Callable[[], None]]:
@@ -170,7 +194,7 @@ class _Run:
                 self._fill(step)
             for layer in range(self.layers):
                 step = number * self.layers + layer
-                done = self._layer(step, layer, block)
+                done = self._layer(step, number, layer, block)
                 if step + self.slots.ahead < self.steps:
                     self._fill(step + self.slots.ahead)
                 if number == len(self.plan.blocks) - 1:
@@ -184,6 +208,7 @@ class _Run:
         owner = self.owner
         block["x"].rows(block.tokens - 1, 1).download(owner.device, self.staging["hidden"], owner.compute)
         commit = self.fetch.finish(owner.decoder.kernels)
+        self.boundaries.finish()
         owner.compute.synchronize()
         if progress is not None:
             tokens = self.plan.blocks[-1][1] - self.plan.blocks[0][0]
@@ -206,11 +231,14 @@ class _Run:
         block.tables()
         return block
 
-    def _layer(self, step: int, layer: int, block: BlockOnDevice) -> Event:
+    def _layer(self, step: int, number: int, layer: int, block: BlockOnDevice) -> Event:
         """One layer of one block, given to the compute stream, and the event of its end."""
         owner = self.owner
         w = self.resident[layer] if layer < self.plan.resident else self.slots.dense(step, owner.dense[layer])
-        block.mixer(w, self.device_state.layers[layer])
+        stops = self.boundaries.at(number, layer)
+        block.mixer(w, self.device_state.layers[layer], stops)
+        if stops is not None:
+            self.boundaries.sent(number, layer)
         block.route(w)
         block.shared(w)
         if owner.experts:

@@ -102,7 +102,7 @@ class Ledger:
 class Demand:
     """Bytes of a prefill: `dense` weights and `experts` of each layer (0 without experts), `states` of all layers, `kv` of all
     positions up to the end of the prompt, `activations` of a block by its tokens, and `expanded`, scratch for one matrix of
-    weights as float32 (0 where no product wants it)."""
+    weights as float32 (0 where no product wants it). `stops`: states at positions inside, on their way to the host."""
 
     dense: tuple[int, ...]
     experts: tuple[int, ...]
@@ -110,6 +110,7 @@ class Demand:
     kv: int
     activations: Callable[[int], int]
     expanded: int = 0
+    stops: int = 0
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ def _with_blocks(demand: Demand, blocks: tuple[tuple[int, int], ...], limit: int
 def _sizes(demand: Demand, blocks: tuple[tuple[int, int], ...], resident: int, slots: int) -> dict[str, int]:
     tokens = max(end - begin for begin, end in blocks)
     sizes = {"states": demand.states, "keys and values": demand.kv, "activations": demand.activations(tokens),
-             "expanded weights": demand.expanded}
+             "expanded weights": demand.expanded, "states at boundaries": demand.stops}
     for what, most in (("experts", max(demand.experts)), ("dense weights", max(demand.dense[resident:], default=0))):
         sizes |= {f"{what}, slot {slot}": most for slot in range(slots)}
     sizes |= {resident_name(layer): demand.dense[layer] for layer in range(resident)}

@@ -15,7 +15,7 @@ from fermi_engine.model.weights import Trace, silent
 from fermi_engine.prefix import NumericPath, Prefix
 from fermi_engine.snapshots import Snapshot, SnapshotCache
 from fermi_engine.state import HybridState
-from fermi_engine.taking import Taking
+from fermi_engine.taking import Taking, extended
 
 if TYPE_CHECKING:
     from fermi_engine.engine import Engine
@@ -105,12 +105,12 @@ class Session:
             return logits
         cache = self._cache()
         if cache is None:
-            return self._append(prefix.ids[self.position :], progress, None)
-        taking = Taking.plan(cache, prefix, self.state, marks)
+            return self._append(prefix.ids[self.position :], progress, None, is_prompt=True)
+        taking = Taking.plan(cache, prefix, self.state, marks, self._base(), self._trail)
         self.promise = taking.promise()
         try:
             logits = self._append(prefix.ids[self.position :], progress, taking)
-            taking.take(self.state, self._trail, logits)
+            taking.take(self.state, self._trail[-1][1], logits)
         except BaseException:
             taking.drop()
             raise
@@ -209,10 +209,19 @@ class Session:
         if self.engine.snapshots is not None:
             self.engine.snapshots.stats.restored_in(time.perf_counter() - start)
 
-    def _append(self, ids: np.ndarray, progress: Progress | None, taking: Taking | None) -> np.ndarray:
-        """Evaluate ids int32 [T] after what has gone in; logits of the last. taking: None leaves no snapshots."""
+    def _base(self) -> int:
+        """A position where a chunk of the GPU's ends, or would: boundaries are cheapest there."""
+        chunks = self.state.current_chunks()
+        return 0 if self.engine.gpu is None else self.position - (chunks.tokens if chunks else 0)
+
+    def _append(self, ids: np.ndarray, progress: Progress | None, taking: Taking | None,
+                is_prompt: bool = False) -> np.ndarray:
+        """Evaluate ids int32 [T] after what has gone in; logits of the last. taking: None leaves no snapshots. is_prompt: they
+        are the rest of a prompt, and go the way that its beginning went."""
         start = time.perf_counter()
-        hidden = self._on_gpu(ids, progress)
+        hidden = self._on_gpu(ids, progress, taking, is_prompt or taking is not None)
+        if hidden is None and taking is not None:
+            taking.give_back()  # of a GPU that has failed
         with self._moving():
             logits = self._on_cpu(ids, progress, taking) if hidden is None else self.engine.decoder.logits(hidden)[0]
         self._went(ids, "cpu" if hidden is None else "gpu")
@@ -220,13 +229,13 @@ class Session:
             taking.cache.costs.measured(token_s=(time.perf_counter() - start - taking.seconds) / len(ids))
         return logits
 
-    def _on_gpu(self, ids: np.ndarray, progress: Progress | None) -> np.ndarray | None:
+    def _on_gpu(self, ids: np.ndarray, progress: Progress | None, taking: Taking | None, is_prompt: bool) -> np.ndarray | None:
         """The last token's hidden row [1, H] where the GPU does this prefill, else None."""
         if self.engine.gpu is None:
             return None
         state = self.state
         try:
-            return self.engine.gpu.hidden(ids, state, progress)
+            return self.engine.gpu.hidden(ids, state, progress, taking, is_prompt and self.position > 0)
         except DeviceError:
             raise
         except BaseException:
@@ -244,7 +253,7 @@ class Session:
             hidden = decoder.hidden(block, state)
             done += len(block)
             if taking is not None and state.position in taking.stops:
-                taking.take(state, extended(self._trail, state.position, "cpu"))
+                taking.take(state, "cpu")
             if progress is not None:
                 progress(done, len(ids))
         return decoder.logits(hidden[-1:])[0]
@@ -287,11 +296,6 @@ class Session:
             self._state = None
             raise
         assert self._state is state
-
-
-def extended(trail: tuple[tuple[int, str], ...], end: int, way: str) -> tuple[tuple[int, str], ...]:
-    """A trail whose last stretch goes `way` up to `end`."""
-    return (*(trail[:-1] if trail and trail[-1][1] == way else trail), (end, way))
 
 
 def _whole_numbers(ids: Sequence[int], vocab_size: int) -> np.ndarray:

@@ -173,10 +173,11 @@ class SnapshotCache:
                 return None
             snapshot = Snapshot(prefix, state.copy(), None if logits is None else copied(logits), kind, trail)
             entry = self.held(snapshot, need)
-            self._count_saved(1, time.perf_counter() - began)
+            self.count_saved(1, time.perf_counter() - began)
             return entry
 
-    def _count_saved(self, count: int, seconds: float) -> None:
+    def count_saved(self, count: int, seconds: float) -> None:
+        """So many snapshots were taken in that time."""
         self.stats.saved += count
         self.stats.save_s += seconds
         self.costs.measured(save_s=seconds / count)
@@ -227,6 +228,17 @@ class SnapshotCache:
             entry = Entry(snapshot, snapshot.memory())
             self.holdings.hold(entry.memory, reserved)
             return entry
+
+    def hold_of(self, snapshot: Snapshot, reserved: int) -> tuple[Entry | None, int]:
+        """An entry for a snapshot that more than its own room was reserved for, and how much of that is left; None where it takes
+        more, because others have gone that shared with it, and there is no room for that."""
+        with self.lock:
+            need = self.holdings.missing(snapshot.memory())
+            if need > reserved:
+                if not self.make_room(need - reserved):
+                    return None, reserved
+                reserved = need
+            return self.held(snapshot, need), reserved - need
 
     def discard(self, entries: Iterable[Entry]) -> None:
         """Forget snapshots that were not published."""

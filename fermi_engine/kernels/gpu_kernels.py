@@ -89,6 +89,12 @@ class GpuKernels:
             lanes *= 2
         self._walk(entry, -(-rows * lanes // BLOCK), args, nbytes)
 
+    def move(self, source: DeviceArray, target: DeviceArray) -> None:
+        """A copy on the device, of the same shape and type."""
+        if source.shape != target.shape or source.dtype != target.dtype:
+            raise ValueError(f"move: {source.dtype} {source.shape} into {target.dtype} {target.shape}")
+        self.device.d2d(target.buffer, source.buffer, source.nbytes, self.stream, target.offset, source.offset, "move")
+
     # matrices
 
     def gemm(self, x: DeviceArray, w: DeviceMatrix, out: DeviceArray, column: int = 0,

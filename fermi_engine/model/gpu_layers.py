@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,43 @@ class DeltaOnDevice:
         """From the arrays of `shapes`."""
         carried = OpenChunk(**{name: arrays[name] for name in ("state", "k", "v", "g", "beta")})
         return cls(arrays["conv"], carried, arrays["final"])
+
+
+@dataclass
+class StopsOnDevice:
+    """Where a Gated DeltaNet layer leaves its state inside a block: after `cuts` tokens (rising, at most the block's), of which
+    the last `opened` belong to a chunk that is open there. arrays: by `<number>.<name>`, the names of DeltaOnDevice.shapes; those
+    of the chunk where one is open."""
+
+    cuts: list[int]
+    opened: list[int]
+    arrays: dict[str, DeviceArray]
+
+    def parts(self, tokens: int) -> list[tuple[int, int]]:
+        """Tokens (begin, end) between the cuts."""
+        return list(pairwise(dict.fromkeys([0, *self.cuts, tokens])))
+
+    def tails(self, k: GpuKernels, x: DeviceArray, tail: DeviceArray) -> None:
+        """The convolution's last inputs at each cut, from its input x [T, C] and the tail [taps-1, C] before it."""
+        rows = tail.shape[0]
+        for number, cut in enumerate(self.cuts):
+            target, old = self.arrays[f"{number}.conv"], max(0, rows - cut)
+            for source, first, to, count in ((tail, rows - old, 0, old), (x, cut - rows + old, old, rows - old)):
+                if count:
+                    k.move(source.rows(first, count), target.rows(to, count))
+
+    def final(self, end: int, otherwise: DeviceArray) -> DeviceArray:
+        """Where the state after `end` tokens goes."""
+        return self.arrays[f"{self.cuts.index(end)}.final"] if end in self.cuts else otherwise
+
+    def chunk(self, k: GpuKernels, end: int, carried: OpenChunk) -> None:
+        """What the open chunk carries after `end` tokens."""
+        number = self.cuts.index(end) if end in self.cuts else None
+        if number is None or not self.opened[number]:
+            return
+        k.move(carried.state, self.arrays[f"{number}.state"])
+        for name in ("k", "v", "g", "beta"):
+            k.move(getattr(carried, name).rows(0, self.opened[number]), self.arrays[f"{number}.{name}"])
 
 
 class Activations:
@@ -133,11 +171,11 @@ class BlockOnDevice:
         """cos and sin of the positions, from `positions`, `inv_freq` and `axis`."""
         self._k.rope_tables(self["positions"], self["inv_freq"], self["axis"], self["cos"], self["sin"])
 
-    def mixer(self, w: DeviceWeights, state: DeltaOnDevice | DeviceCache) -> None:
-        """x + mixer(norm(x)); the state moves on by T tokens."""
+    def mixer(self, w: DeviceWeights, state: DeltaOnDevice | DeviceCache, stops: StopsOnDevice | None = None) -> None:
+        """x + mixer(norm(x)); the state moves on by T tokens, and leaves copies at `stops`."""
         self._norm(w["input_layernorm"])
         if isinstance(state, DeltaOnDevice):
-            self._delta(w, state)
+            self._delta(w, state, stops)
         else:
             self._attention(w, state)
         self._k.add(self["x"], self["branch"], self["x"])
@@ -145,21 +183,35 @@ class BlockOnDevice:
     def _norm(self, weight: DeviceArray) -> None:
         self._k.rms_norm(self["x"], weight, self.config.rms_norm_eps, self["u"])
 
-    def _delta(self, w: DeviceWeights, state: DeltaOnDevice) -> None:
+    def _delta(self, w: DeviceWeights, state: DeltaOnDevice, stops: StopsOnDevice | None) -> None:
         c, k, u = self.config, self._k, self["u"]
         heads, dk = c.linear_num_key_heads, c.linear_key_head_dim
         for matrix, out in (("in_proj_qkv", "qkv"), ("in_proj_z", "z"), ("in_proj_a", "a"), ("in_proj_b", "b")):
             k.gemm(u, w[matrix], self[out])
         k.gdn_gates(self["a"], self["b"], w["A_log"], w["dt_bias"], self["g"], self["beta"])
+        if stops:
+            stops.tails(k, self["qkv"], state.conv)  # before the convolution moves the tail on
         k.conv1d_silu(self["qkv"], w["conv1d"], state.conv, self["conv"])
         k.l2_norm(self["conv"], 0, heads, dk, L2_EPS, 1.0 / math.sqrt(dk), self["delta_q"])
         k.l2_norm(self["conv"], c.linear_key_dim, heads, dk, L2_EPS, 1.0, self["delta_k"])
-        k.gdn_chunk(self["delta_q"], self["delta_k"], self["conv"], 2 * c.linear_key_dim, self["g"], self["beta"], state.carried,
-                    self["delta"], self["scratch"], state.final)
+        self._recurrence(state, stops)
         rows = self.tokens * c.linear_num_value_heads, c.linear_value_head_dim
         gated = DeviceArray.within(self["qkv"].buffer, rows, np.float32, self["qkv"].offset)  # which the convolution has read
         k.gated_rms_norm(self["delta"].reshape(*rows), self["z"].reshape(*rows), w["norm"], c.rms_norm_eps, gated)
         k.gemm(gated.reshape(self.tokens, c.linear_value_dim), w["out_proj"], self["branch"])
+
+    def _recurrence(self, state: DeltaOnDevice, stops: StopsOnDevice | None) -> None:
+        """The delta rule over all tokens, in parts that end where a state is wanted."""
+        k, column = self._k, 2 * self.config.linear_key_dim
+        for begin, end in stops.parts(self.tokens) if stops else [(0, self.tokens)]:
+            q, key, v, g, beta, out = (self[name].rows(begin, end - begin)
+                                       for name in ("delta_q", "delta_k", "conv", "g", "beta", "delta"))
+            k.gdn_chunk(q, key, v, column, g, beta, state.carried, out, self["scratch"],
+                        stops.final(end, state.final) if stops else state.final)
+            if stops:
+                stops.chunk(k, end, state.carried)
+        if stops and self.tokens in stops.cuts:
+            k.move(stops.final(self.tokens, state.final), state.final)
 
     def _attention(self, w: DeviceWeights, cache: DeviceCache) -> None:
         c, k, u, tokens = self.config, self._k, self["u"], self.tokens

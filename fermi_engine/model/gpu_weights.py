@@ -35,9 +35,10 @@ class Layout:
             self._rows[name] = shape, dtype, self.end
             self.end += aligned(math.prod(shape) * dtype.itemsize)
 
-    def within(self, buffer: DeviceBuffer) -> dict[str, DeviceArray]:
-        """The arrays by name. ValueError when the buffer is too small."""
-        return {name: DeviceArray.within(buffer, shape, dtype, offset) for name, (shape, dtype, offset) in self._rows.items()}
+    def within(self, buffer: DeviceBuffer, begin: int = 0) -> dict[str, DeviceArray]:
+        """The arrays by name, from byte `begin` of the buffer on. ValueError when it is too small."""
+        return {name: DeviceArray.within(buffer, shape, dtype, begin + offset)
+                for name, (shape, dtype, offset) in self._rows.items()}
 
     def over(self, host: np.ndarray) -> dict[str, np.ndarray]:
         """The same arrays in flat uint8 host memory."""
