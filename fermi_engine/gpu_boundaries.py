@@ -7,6 +7,7 @@ chunk of 64 tokens ends, that state is all there is; elsewhere the chunk's own b
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from fermi_engine.kernels.gpu import Device, DeviceBuffer, Stream
 from fermi_engine.kernels.gpu_kernels import CHUNK
 from fermi_engine.model.gpu_layers import DeltaOnDevice, StopsOnDevice
 from fermi_engine.model.gpu_weights import Layout
-from fermi_engine.state import DeltaState, HybridState, OpenChunks, allocate, empty_deltas
+from fermi_engine.state import HybridState, OpenChunks, allocate, empty_deltas
 
 RING = 3  # layers whose states are on their way at a time
 BUFFER = "states at boundaries"
@@ -73,18 +74,20 @@ def device_bytes(c: ModelConfig, places: Sequence[Place]) -> int:
 
 def host_bytes(c: ModelConfig, place: Place) -> int:
     """Bytes of a state's recurrent parts on the host."""
-    delta = sum(state.conv.nbytes + state.recurrent.nbytes for state in _none(c))
+    shapes, layers = DeltaOnDevice.shapes(c), c.layer_types.count("linear_attention")
+    delta = 4 * layers * (math.prod(shapes["conv"]) + math.prod(shapes["final"]))
     return delta + (_chunk_layout(c, place).end if place.opened else 0)
-
-
-def _none(c: ModelConfig) -> list[DeltaState]:
-    return empty_deltas(c) if "linear_attention" in c.layer_types else []
 
 
 def _chunk_layout(c: ModelConfig, place: Place) -> Layout:
     names = set(_shapes(c, place)) - {"conv", "final"}
     return Layout({f"{layer}.{name}": shape for layer, kind in enumerate(c.layer_types) if kind != "full_attention"
                    for name, shape in _shapes(c, place).items() if name in names})
+
+
+def _chunk_arrays(c: ModelConfig, place: Place) -> dict[str, np.ndarray]:
+    layout = _chunk_layout(c, place)
+    return layout.over(allocate((layout.end,), np.uint8)) if place.opened else {}
 
 
 class Boundaries:
@@ -99,10 +102,10 @@ class Boundaries:
         self._layouts = [_layout(c, inside) for inside in self._places]
         self._size = max((layout.end for layout in self._layouts), default=0)  # of a slot
         self._ready, self._copied = ([device.event() for _ in range(RING)] for _ in "12")
+        has_delta = "linear_attention" in c.layer_types
         self._pending: list[tuple[int, int] | None] = [None] * RING  # block and layer of what a slot holds
         self._next, self.seconds = 0, 0.0
-        self._kept = {place: (_none(c), _chunk_layout(c, place).over(allocate((_chunk_layout(c, place).end,), np.uint8))
-                              if place.opened else {}) for place in places}
+        self._kept = {place: (empty_deltas(c) if has_delta else [], _chunk_arrays(c, place)) for place in places}
         self._delta = {layer: i for i, layer in enumerate(i for i, kind in enumerate(c.layer_types) if kind != "full_attention")}
 
     @property

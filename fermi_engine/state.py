@@ -334,8 +334,8 @@ def empty_deltas(c: ModelConfig) -> list[DeltaState]:
     """States of all Gated DeltaNet layers with undefined content. One allocation for all layers: NumPy asks for huge pages from
     4 MB on, and the state of a layer is smaller."""
     layers = c.layer_types.count("linear_attention")
-    conv = np.empty((layers, c.linear_conv_kernel_dim - 1, c.conv_dim), np.float32)
-    recurrent = np.empty((layers, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim), np.float32)
+    conv = allocate((layers, c.linear_conv_kernel_dim - 1, c.conv_dim))
+    recurrent = allocate((layers, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim))
     return [DeltaState(*parts) for parts in zip(conv, recurrent, strict=True)]
 
 

@@ -12,6 +12,8 @@ import pytest
 from fermi_engine import SamplingParams, generate, kernels, state
 from fermi_engine.array_weights import ArrayWeights
 from fermi_engine.config import EngineConfig
+from fermi_engine.gpu_choice import GpuChoice
+from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.model.decoder import Decoder
 from fermi_engine.prefix import ImageSpan
 from fermi_engine.runs import ArrayModel, digest
@@ -28,9 +30,9 @@ VOCAB = 45
 
 
 @functools.cache
-def weights(layers: str = "lfl", taps: int = 4, seed: int = 3) -> ArrayWeights:
+def weights(layers: str = "lfl", taps: int = 4, seed: int = 3, experts: int = 4) -> ArrayWeights:
     arrays = quantised_model(Draws(seed), 1, 0, 4, "q8_0", layers=layers, hidden=32, key_heads=1, dk=32, dv=32, head_dim=32,
-                             intermediate=32, experts=4, taps=taps, vocab=VOCAB)
+                             intermediate=32, experts=experts, taps=taps, vocab=VOCAB)
     return ArrayWeights(arrays)
 
 
@@ -43,26 +45,62 @@ def engine(budget: int | None = PLENTY, layers: str = "lfl", taps: int = 4, seed
     return ArrayModel(decoder, config, f"arrays {layers} {taps} {seed}", snapshots=cache)
 
 
+def gpu_engine(budget: int | None = PLENTY, layers: str = "lfl", device: EmulatedDevice | None = None,
+               **options: object) -> ArrayModel:
+    """A dense model whose prompts go through an emulated GPU, with float32 activations on both sides."""
+    config = EngineConfig(**{"activations": "f32", "kv_block": 24, "prefill": "gpu", "device": "emulated", **options})
+    held = weights(layers, experts=0)
+    decoder = Decoder(held, kernels.get(None, 1), config.activations)
+    choice = GpuChoice(held, decoder, config)
+    choice._device = device or emulated()
+    cache = None if budget is None else SnapshotCache(budget, costs=Costs(**COSTS, frozen=True))
+    return ArrayModel(decoder, config, f"arrays dense {layers}", gpu=choice, snapshots=cache)
+
+
+@functools.cache
+def emulated() -> EmulatedDevice:
+    return EmulatedDevice()
+
+
+def without_cache(model: ArrayModel) -> ArrayModel:
+    return ArrayModel(model.decoder, model.options, model.pack_hash, model.gpu)
+
+
 def ids_for(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
-def snapshot_bytes(length: int, **options: object) -> int:
+def snapshot_bytes(length: int, make: Callable[..., ArrayModel] = engine) -> int:
     """What a snapshot after so many tokens takes."""
-    session = Session(engine(None, **options))
+    session = Session(make(None))
     session.prefill(ids_for(length))
     return sum(session.snapshot().memory().values())
 
 
 def outcome(session: Session, logits: np.ndarray) -> bytes:
     """Everything that counts about where a session stands."""
-    return digest(logits, session.state).tobytes()
+    return digest(logits, session.state).tobytes() + chunks_of(session.state)
+
+
+def chunks_of(held: state.HybridState) -> bytes:
+    """What GPU prefill carries beside it."""
+    chunks = held.current_chunks()
+    return b"" if chunks is None else b"".join(array.tobytes() for layer in sorted(chunks.layers)
+                                               for _, array in sorted(chunks.layers[layer].items()))
 
 
 def uninterrupted(model: ArrayModel, ids: Sequence[int], trail: Sequence[tuple[int, str]] = ()) -> bytes:
-    """The outcome of the same calls without a cache, a snapshot or a fork between them."""
-    plain = Session(ArrayModel(model.decoder, model.options, model.pack_hash))
-    return outcome(plain, plain.prefill(ids))
+    """The outcome of the same calls without a cache, a snapshot or a fork between them; all at once if no trail is given."""
+    plain, begin, logits = Session(without_cache(model)), 0, None
+    for end, way in trail or [(len(ids), "gpu" if model.gpu else "cpu")]:
+        piece = ids[begin:end]
+        if model.gpu is not None and way == "cpu":
+            logits = [plain.decode(token) for token in piece][-1]
+        else:
+            logits = plain._append(np.array(piece, np.int32), None, None, is_prompt=True)
+        begin = end
+    assert not trail or plain.trail == tuple(trail)
+    return outcome(plain, logits)
 
 
 def poison(session: Session) -> None:
@@ -103,6 +141,14 @@ class Prompted:
 
     def __init__(self, session: Session) -> None:
         self.prefill, self.decode, self.finished = session.prompt, session.decode, session.keep
+
+
+def held_memory(model: ArrayModel) -> int:
+    """Bytes that the indexed snapshots hold, each piece once."""
+    memory: dict[int, int] = {}
+    for snapshot in model.snapshots.entries():
+        memory |= snapshot.memory()
+    return sum(memory.values())
 
 
 class Tracer:

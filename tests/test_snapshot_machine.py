@@ -135,6 +135,24 @@ def _cold(decoder: object, tokens: tuple[int, ...]) -> bytes:
     return cases.uninterrupted(ArrayModel(decoder, cases.engine(None, token_block=8).options, "same"), tokens)
 
 
+class GpuSnapshotMachine(SnapshotMachine):
+    """The same where the GPU reads prompts: every outcome is that of the same calls, by the way each token went."""
+
+    def make(self, budget: int) -> ArrayModel:
+        return cases.gpu_engine(int(budget * cases.snapshot_bytes(LONGEST, cases.gpu_engine) / snapshot_bytes(LONGEST)))
+
+    def right(self, session: Session) -> bytes:
+        return _same_calls(session.tokens, session.trail)
+
+
+@functools.lru_cache(maxsize=20_000)
+def _same_calls(tokens: tuple[int, ...], trail: tuple[tuple[int, str], ...]) -> bytes:
+    return cases.uninterrupted(cases.gpu_engine(None), tokens, trail)
+
+
+GPU_SIZE = settings(max_examples=100, stateful_step_count=30) if SOAK else settings(max_examples=6, stateful_step_count=12)
+TestGpuSnapshots = GpuSnapshotMachine.TestCase
+TestGpuSnapshots.settings = settings(GPU_SIZE, deadline=None)
 SIZE = settings(max_examples=300, stateful_step_count=60) if SOAK else settings(max_examples=30, stateful_step_count=25)
 TestSnapshots = SnapshotMachine.TestCase
 TestSnapshots.settings = settings(SIZE, deadline=None)
