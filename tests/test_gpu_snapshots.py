@@ -130,9 +130,10 @@ def check(model: ArrayModel, ids: list[int], session: Session | None = None, mar
 def test_short_tails_after_a_hit_go_the_same_way(tail):
     model = gpu_engine()
     for length in (63, 64, 65):
-        ids = ids_for(length + tail, seed=length)
+        ids, session = ids_for(length + tail, seed=length), cases.poisoned(model)
         check(model, ids[:length])
-        assert check(model, ids) == length
+        assert check(model, ids, session) == length
+        assert session.trail == ((length + tail, "gpu"),)
         assert check(model, ids) == length + tail
 
 
