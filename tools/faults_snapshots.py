@@ -1,4 +1,4 @@
-"""Known faults of snapshots: states, pages and keys that do not belong together, room that is made too late, remains of aborts."""
+"""Known faults of snapshots: states, pages and keys that do not belong together, room made too late, remains of aborts."""
 
 from __future__ import annotations
 
