@@ -105,7 +105,7 @@ class Boundaries:
         has_delta = "linear_attention" in c.layer_types
         self._pending: list[tuple[int, int] | None] = [None] * RING  # block and layer of what a slot holds
         self._next, self.seconds = 0, 0.0
-        self._kept = {place: (empty_deltas(c) if has_delta else [], _chunk_arrays(c, place)) for place in places}
+        self._kept = {place: (empty_deltas(c, allocate) if has_delta else [], _chunk_arrays(c, place)) for place in places}
         self._delta = {layer: i for i, layer in enumerate(i for i, kind in enumerate(c.layer_types) if kind != "full_attention")}
 
     @property

@@ -169,7 +169,7 @@ class Session:
         """Another session that stands where this one stands; it shares keys and values until either writes them."""
         other = object.__new__(Session)
         other.__dict__.update(self.__dict__)
-        other._tokens, other._state = list(self._tokens), self.state.copy()
+        other._tokens, other._state = list(self._tokens), self.state.copy(is_live=True)
         return other
 
     def logits(self, ids: Sequence[int], trace: Trace = silent) -> np.ndarray:
@@ -201,7 +201,7 @@ class Session:
                                "the same kv_block")
         state, self._state = self._state, None  # until it is whole again
         if state is None:
-            state = snapshot.state.copy()
+            state = snapshot.state.copy(is_live=True)
         else:
             state.restore(snapshot.state)
         self._state = state
