@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,9 +21,11 @@ from fermi_engine.kernels.gpu import Device, DeviceBuffer, Stream
 from fermi_engine.kernels.gpu_kernels import CHUNK
 from fermi_engine.model.gpu_layers import DeltaOnDevice, StopsOnDevice
 from fermi_engine.model.gpu_weights import Layout
-from fermi_engine.state import HybridState, OpenChunks, allocate, empty_deltas
+from fermi_engine.state import HybridState, OpenChunks, allocate, copiers, copy_some, empty_deltas
 
-RING = 3  # layers whose states are on their way at a time
+RING = 4  # layers whose states are on their way at a time
+LAG = 3  # a slot is emptied when so many layers have been given, its own among them
+CHUNK_PARTS = ("state", "k", "v", "g", "beta")
 BUFFER = "states at boundaries"
 
 
@@ -80,33 +83,41 @@ def host_bytes(c: ModelConfig, place: Place) -> int:
 
 
 def _chunk_layout(c: ModelConfig, place: Place) -> Layout:
-    names = set(_shapes(c, place)) - {"conv", "final"}
     return Layout({f"{layer}.{name}": shape for layer, kind in enumerate(c.layer_types) if kind != "full_attention"
-                   for name, shape in _shapes(c, place).items() if name in names})
+                   for name, shape in _shapes(c, place).items() if name in CHUNK_PARTS})
 
 
 def _chunk_arrays(c: ModelConfig, place: Place) -> dict[str, np.ndarray]:
     layout = _chunk_layout(c, place)
-    return layout.over(allocate((layout.end,), np.uint8)) if place.opened else {}
+    return layout.over(_later((layout.end,), np.uint8)) if place.opened else {}
+
+
+def _later(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Memory that the threads which write it get from the system, while the device works."""
+    return allocate(shape, dtype, False)
 
 
 class Boundaries:
-    """States at `places` of one prefill. `at` and `sent` enclose the launches of a layer's mixer; `finish` waits for all."""
+    """States at `places` of one prefill. `at` and `sent` enclose the launches of a layer's mixer; `finish` waits for all.
+
+    A slot of the ring goes from the device into staging memory, then by threads of the host's to where it is kept. `seconds`
+    is how long the caller had to wait for those threads.
+    """
 
     def __init__(self, device: Device, c: ModelConfig, places: Sequence[Place], blocks: Sequence[tuple[int, int]],
                  compute: Stream, results: Stream) -> None:
         """blocks: positions (begin, end) that go through all layers together."""
-        self._device, self._config, self._compute, self._results = device, c, compute, results
+        self._device, self._compute, self._results, self._next, self.seconds = device, compute, results, 0, 0.0
         self._places = [[place for place in places if begin < place.position <= end] for begin, end in blocks]
         self._begins = [begin for begin, _ in blocks]
         self._layouts = [_layout(c, inside) for inside in self._places]
         self._size = max((layout.end for layout in self._layouts), default=0)  # of a slot
         self._ready, self._copied = ([device.event() for _ in range(RING)] for _ in "12")
-        has_delta = "linear_attention" in c.layer_types
         self._pending: list[tuple[int, int] | None] = [None] * RING  # block and layer of what a slot holds
-        self._next, self.seconds = 0, 0.0
-        self._kept = {place: (empty_deltas(c, allocate) if has_delta else [], _chunk_arrays(c, place)) for place in places}
-        self._delta = {layer: i for i, layer in enumerate(i for i, kind in enumerate(c.layer_types) if kind != "full_attention")}
+        self._moving: list[Future[None] | None] = [None] * RING
+        delta = [layer for layer, kind in enumerate(c.layer_types) if kind != "full_attention"]
+        self._delta = {layer: i for i, layer in enumerate(delta)}
+        self._kept = {place: (empty_deltas(c, _later) if delta else [], _chunk_arrays(c, place)) for place in places}
 
     @property
     def staging_bytes(self) -> int:
@@ -123,7 +134,8 @@ class Boundaries:
         if layer not in self._delta or not self._places[block]:
             return None
         slot = self._next % RING
-        self._drain(slot)
+        self._take(slot)
+        self._wait(slot)
         arrays = self._layouts[block].within(self._buffer, slot * self._size)
         cuts = [place.position - self._begins[block] for place in self._places[block]]
         return StopsOnDevice(cuts, [place.opened for place in self._places[block]], arrays)
@@ -137,27 +149,42 @@ class Boundaries:
         self._copied[slot].record(self._results)
         self._pending[slot] = block, layer
         self._next += 1
+        self._take((self._next - LAG) % RING)  # which has long been there, while the device stays busy with what is queued
 
-    def _drain(self, slot: int) -> None:
-        """Take what a slot holds, so that it can be used again."""
+    def _take(self, slot: int) -> None:
+        """Have what a slot holds moved to where it is kept."""
         if self._pending[slot] is None:
             return
         (block, layer), self._pending[slot] = self._pending[slot], None
         self._copied[slot].synchronize()
-        start = time.perf_counter()
-        arrays = self._layouts[block].over(self._staging[slot])
+        self._moving[slot] = copiers().submit(copy_some, self._pairs(block, layer, self._staging[slot]))
+
+    def _pairs(self, block: int, layer: int, staging: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        arrays, pairs = self._layouts[block].over(staging), []
         for i, place in enumerate(self._places[block]):
             deltas, chunks = self._kept[place]
             delta = deltas[self._delta[layer]]
-            delta.conv[...], delta.recurrent[...] = arrays[f"{i}.conv"], arrays[f"{i}.final"]
-            for name in ("state", "k", "v", "g", "beta") if place.opened else ():
-                chunks[f"{layer}.{name}"][...] = arrays[f"{i}.{name}"]
+            pairs += [(delta.conv, arrays[f"{i}.conv"]), (delta.recurrent, arrays[f"{i}.final"])]
+            pairs += [(chunks[f"{layer}.{name}"], arrays[f"{i}.{name}"]) for name in CHUNK_PARTS if place.opened]
+        return pairs
+
+    def _wait(self, slot: int) -> None:
+        start = time.perf_counter()
+        if self._moving[slot] is not None:
+            self._moving[slot].result()
+            self._moving[slot] = None
         self.seconds += time.perf_counter() - start
 
     def finish(self) -> None:
         """Take all that is still on its way."""
         for turn in range(RING):
-            self._drain((self._next + turn) % RING)
+            self._take((self._next + turn) % RING)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Let go of staging memory, whatever is still on its way to it."""
+        for slot in range(RING):
+            self._wait(slot)
 
     def states(self, end: HybridState) -> list[HybridState]:
         """The whole states, which share pages with `end`, the state that the prefill left."""

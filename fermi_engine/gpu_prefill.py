@@ -79,7 +79,10 @@ class HybridPrefill:
         with self._traced() as spans, self._idle_after_errors():
             buffers = self.ledger.settle(plan.sizes)
             run = _Run(self, plan, buffers, self._load(plan, buffers), state, places)
-            hidden, commit = run.through(ids, progress)
+            try:
+                hidden, commit = run.through(ids, progress)
+            finally:
+                run.boundaries.abandon()
         commit()
         if stops is not None:
             stops.made(run.boundaries.states(state), run.boundaries.seconds)

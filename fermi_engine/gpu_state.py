@@ -56,8 +56,8 @@ class DeviceState:
         opened = state.current_chunks()
         for layer, (mine, host) in enumerate(zip(self.layers, state.layers, strict=True)):
             if isinstance(mine, DeviceCache):
-                for target, rows in zip((mine.k, mine.v), host.filled(state.position), strict=True):
-                    _upload_rows(device, stream, target, np.ascontiguousarray(rows.transpose(1, 0, 2)))
+                for target, rows in zip((mine.k, mine.v), host.heads(state.position), strict=True):
+                    _upload_rows(device, stream, target, rows)
                 continue
             mine.conv.upload(device, host.conv, stream)
             source = {"state": host.recurrent} if opened is None else opened.layers[layer]

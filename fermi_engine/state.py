@@ -22,7 +22,7 @@ from fermi_engine.config import ModelConfig
 from fermi_engine.formats import kv_row_bytes
 
 FIRST_PAGES = 64  # entries of a page table to begin with
-COPY_THREADS = 4  # at most: more do not make memory faster
+COPY_THREADS = 8  # at most: more do not make memory faster
 COPY_BYTES = 1 << 22  # below that a copy is not worth a thread
 LARGE_BYTES = 1 << 22  # from which on NumPy asks for huge pages
 
@@ -46,17 +46,18 @@ class OpenChunks:
     layers: dict[int, dict[str, np.ndarray]]
 
 
-def allocate(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
+def allocate(shape: tuple[int, ...], dtype: Any = np.float32, at_once: bool = True) -> np.ndarray:
     """Memory that is kept, with undefined content; all of what snapshots take comes from here.
 
-    Large pieces come from the system in small pages, all at once: NumPy would ask for huge ones, for which a machine whose memory
-    is full of files moves them about first (measured: 0.03 to 0.5 s for 66 MB, here 0.03 to 0.06 s), and that only pays off for
-    memory that is worked on.
+    Large pieces come from the system in small pages: NumPy would ask for huge ones, for which a machine whose memory is full of
+    files moves them about first (measured: 0.03 to 0.5 s for 66 MB, here 0.03 to 0.06 s), and that only pays off for memory that
+    is worked on. at_once: now, which is the faster way; else when it is written.
     """
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     if nbytes < LARGE_BYTES:
         return np.empty(shape, dtype)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0))
+    populate = getattr(mmap, "MAP_POPULATE", 0) if at_once else 0
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | populate)
     return np.frombuffer(memory, dtype).reshape(shape)
 
 
@@ -146,7 +147,12 @@ class KVPages:
     def filled(self, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of the first `length` positions, float32 [length, kv_heads, D] each: for checks, page size and
         format forgotten."""
-        keys, values = (self._values(part).transpose(1, 0, 2) for part in self.rows(length))
+        keys, values = (part.transpose(1, 0, 2) for part in self.heads(length))
+        return keys, values
+
+    def heads(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """The same head by head, float32 [kv_heads, length, D] each, new arrays."""
+        keys, values = (self._values(part) for part in self.rows(length))
         return keys, values
 
     def rows(self, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -380,12 +386,17 @@ def memory_of(arrays: Iterable[np.ndarray]) -> dict[int, int]:
 
 def copy_arrays(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
     """(to, from) each, by as many threads as memory can use that was written before."""
-    pairs = list(pairs)
-    if sum(target.nbytes for target, _ in pairs) < COPY_BYTES or _copy_threads() < 2:
-        for target, source in pairs:
-            np.copyto(target, source)
-        return
-    list(_copiers().map(lambda pair: np.copyto(*pair), pairs))
+    pairs, count = list(pairs), _copy_threads()
+    if sum(target.nbytes for target, _ in pairs) < COPY_BYTES or count < 2:
+        copy_some(pairs)
+    else:
+        list(copiers().map(copy_some, [pairs[which::count] for which in range(count)]))
+
+
+def copy_some(pairs: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    """The same by the calling thread."""
+    for target, source in pairs:
+        np.copyto(target, source)
 
 
 def _copy_threads() -> int:
@@ -393,5 +404,6 @@ def _copy_threads() -> int:
 
 
 @cache
-def _copiers() -> ThreadPoolExecutor:
+def copiers() -> ThreadPoolExecutor:
+    """Threads that copy."""
     return ThreadPoolExecutor(_copy_threads(), "copy")
