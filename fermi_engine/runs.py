@@ -6,6 +6,7 @@ a layer changes in place is copied first, into memory that comes from the kernel
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -27,6 +28,7 @@ from fermi_engine.snapshots import SnapshotCache
 from fermi_engine.state import DeltaState, HybridState, KVPages
 
 DIGEST_BYTES = 32
+CACHE_BYTES = 1 << 30  # for snapshots of a small model: plenty
 
 
 def own(k: CpuKernels, array: np.ndarray) -> np.ndarray:
@@ -178,21 +180,38 @@ def uninterrupted(k: CpuKernels, a: Arrays) -> Arrays:
 
 
 def resumed(k: CpuKernels, a: Arrays) -> Arrays:
-    """For every cut: the tokens before it, a snapshot, other tokens, the snapshot restored (into the same session or a
-    new one), and the tokens after it one at a time. Outputs as `uninterrupted`."""
+    """For every cut: the tokens before it, an interruption, and the tokens after it one at a time. By turns the session is
+    restored from a snapshot after other tokens, a new one is, a fork goes on, or a new session finds a snapshot in the cache.
+    Outputs as `uninterrupted`."""
     engine, ids = model(k, a), a["ids"]
+    engine = dataclasses.replace(engine, snapshots=SnapshotCache(CACHE_BYTES))
     logits, digests = [], []
     for cut in range(1, len(ids)):
         session = Session(engine)
         before = session.logits(ids[:cut])
-        snapshot = session.snapshot()
-        session.prefill(ids[::-1])
-        session = session if cut % 2 else Session(engine)
-        session.restore(snapshot)
-        after = [session.decode(int(token)) for token in ids[cut:]]
+        session, after = _interrupted(session, ids, cut)
+        after += [session.decode(int(token)) for token in ids[cut + len(after) :]]
         logits.append(np.concatenate([before, after]))
         digests.append(digest(logits[-1][-1:], session.state))
     return {"logits": np.stack(logits), "digest": np.stack(digests)}
+
+
+def _interrupted(session: Session, ids: np.ndarray, cut: int) -> tuple[Session, list[np.ndarray]]:
+    """A session after the first `cut` tokens once more, and the logits of those that had to be evaluated to get there."""
+    if cut % 4 == 2:
+        fork = session.fork()
+        session.prefill(ids[::-1])
+        return fork, []
+    if cut % 4 == 3:
+        session.keep()
+        session.prefill(ids[::-1])
+        other = Session(session.engine)
+        return other, [other.prompt(ids[: cut + 1])]
+    snapshot = session.snapshot()
+    session.prefill(ids[::-1])
+    session = session if cut % 2 else Session(session.engine)
+    session.restore(snapshot)
+    return session, []
 
 
 def greedy(k: CpuKernels, a: Arrays) -> Arrays:
