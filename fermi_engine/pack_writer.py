@@ -26,7 +26,7 @@ JOURNAL_SUFFIX = ".journal"  # after the part file's name
 SYNC_BYTES = 64 << 20  # finished bytes that may wait for one fsync: small tensors share it, a crash costs no more
 _HOPELESS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the rest would not fit either: leave nothing behind
 _JOURNAL_START = '{"plan": "'  # of every journal, so also of one that another plan left
-_ITEM_BYTES = {"U8": 1, "F32": 4}
+_ITEM_BYTES = {"U8": 1, "I32": 4, "F32": 4}
 
 
 class Slot(NamedTuple):
@@ -40,7 +40,7 @@ class Slot(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A tensor to place: dtype "U8" or "F32", `align` in bytes."""
+    """A tensor to place: dtype "U8", "I32" or "F32", `align` in bytes."""
 
     name: str
     dtype: str

@@ -12,7 +12,7 @@ import math
 import os
 from collections import Counter
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from fermi_engine.errors import CheckpointError, FermiError
 
@@ -56,7 +56,16 @@ def read_header(path: str | os.PathLike[str], error: type[FermiError] = Checkpoi
     long, when the header is no JSON of the format, or when dtypes, shapes and offsets do not tile the data.
     """
     path = Path(path)
-    raw, size = _header_bytes(path, error)
+    try:
+        with open(path, "rb") as file:
+            return header_of(file, path, error)
+    except OSError as err:
+        raise error(f"cannot read {path}: {err.strerror}") from None
+
+
+def header_of(file: BinaryIO, path: Path, error: type[FermiError] = CheckpointError) -> Header:
+    """The same of a file that is open already, at its first byte; OSError where it cannot be read."""
+    raw, size = _header_bytes(file, path, error)
     data_start = 8 + len(raw)
     fields = _parse(path, raw, error)
     metadata = _metadata(path, fields.pop("__metadata__", {}), error)
@@ -65,27 +74,23 @@ def read_header(path: str | os.PathLike[str], error: type[FermiError] = Checkpoi
     return Header(tensors, metadata, data_start)
 
 
-def _header_bytes(path: Path, error: type[FermiError]) -> tuple[bytes, int]:
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            head = file.read(len(LFS_MAGIC))
-            if head == LFS_MAGIC:
-                raise error(f"{path} is a git-lfs pointer, not the weights; run `git lfs pull` in its directory")
-            if len(head) < 8:
-                raise error(f"{path} has {size} bytes, a safetensors file starts with 8 bytes of header length; "
-                            "fetch the file again")
-            length = int.from_bytes(head[:8], "little")
-            if length > MAX_HEADER_BYTES:
-                raise error(f"{path} is not a safetensors file: its header length field says {length} bytes, "
-                            f"the format allows {MAX_HEADER_BYTES}")
-            if 8 + length > size:
-                raise error(f"{path} is truncated inside its header: expected at least {8 + length} bytes, "
-                            f"found {size}; fetch the file again")
-            file.seek(8)
-            raw = file.read(length)
-    except OSError as err:
-        raise error(f"cannot read {path}: {err.strerror}") from None
+def _header_bytes(file: BinaryIO, path: Path, error: type[FermiError]) -> tuple[bytes, int]:
+    size = os.fstat(file.fileno()).st_size
+    head = file.read(len(LFS_MAGIC))
+    if head == LFS_MAGIC:
+        raise error(f"{path} is a git-lfs pointer, not the weights; run `git lfs pull` in its directory")
+    if len(head) < 8:
+        raise error(f"{path} has {size} bytes, a safetensors file starts with 8 bytes of header length; "
+                    "fetch the file again")
+    length = int.from_bytes(head[:8], "little")
+    if length > MAX_HEADER_BYTES:
+        raise error(f"{path} is not a safetensors file: its header length field says {length} bytes, "
+                    f"the format allows {MAX_HEADER_BYTES}")
+    if 8 + length > size:
+        raise error(f"{path} is truncated inside its header: expected at least {8 + length} bytes, "
+                    f"found {size}; fetch the file again")
+    file.seek(8)
+    raw = file.read(length)
     if len(raw) != length:
         raise error(f"{path} became shorter while it was read; wait for the download to end")
     return raw, size
