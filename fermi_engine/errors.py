@@ -48,3 +48,7 @@ class DeviceError(FermiError):
 
 class DeviceMemoryError(DeviceError):
     """Device or page-locked host memory that is not there."""
+
+
+class SnapshotError(FermiError):
+    """A snapshot or session file that is damaged, of something else, or cannot be written."""

@@ -26,7 +26,7 @@ JOURNAL_SUFFIX = ".journal"  # after the part file's name
 SYNC_BYTES = 64 << 20  # finished bytes that may wait for one fsync: small tensors share it, a crash costs no more
 _HOPELESS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the rest would not fit either: leave nothing behind
 _JOURNAL_START = '{"plan": "'  # of every journal, so also of one that another plan left
-_ITEM_BYTES = {"U8": 1, "I32": 4, "F32": 4}
+ITEM_BYTES = {"U8": 1, "I32": 4, "F32": 4}
 
 
 class Slot(NamedTuple):
@@ -78,7 +78,7 @@ def _end(slots: list[Slot]) -> int:
 
 def _append(slots: list[Slot], name: str, dtype: str, shape: tuple[int, ...]) -> None:
     begin = _end(slots)
-    slots.append(Slot(name, dtype, shape, begin, begin + math.prod(shape) * _ITEM_BYTES[dtype]))
+    slots.append(Slot(name, dtype, shape, begin, begin + math.prod(shape) * ITEM_BYTES[dtype]))
 
 
 def _pad(slots: list[Slot], align: int) -> None:
