@@ -21,17 +21,17 @@ CSRC = ROOT / "csrc"
 STDLIB = set(sys.stdlib_module_names)
 # A module imports from the rows above its own only (annotations under TYPE_CHECKING aside).
 TIERS = (
-    ("errors", "compare", "report"),
+    ("errors", "compare", "report", "background", "snapshot_directory"),
     ("config", "formats", "safetensors_header", "tokenizer"),
     ("boundaries", "prefix", "shapes", "pack_layout", "tokenizer_ahead", "array_weights", "chat", "kernels", "rules", "state",
      "pages"),
     ("model", "checkpoint", "pack", "numa", "sampling", "prefix_tree", "snapshot_budget", "placement"),
     ("memory", "pack_writer", "generate", "snapshots", "timeline", "roofline", "gpu_stream", "gpu_state", "gpu_report",
      "gpu_boundaries"),
-    ("convert", "taking", "gpu_prefill"),
-    ("session", "gpu_cost"),
-    ("gpu_choice",),
-    ("engine", "runs", "device_run"),
+    ("convert", "taking", "gpu_prefill", "sealed_file"),
+    ("session", "gpu_cost", "snapshot_files"),
+    ("gpu_choice", "snapshot_disk"),
+    ("engine", "runs", "device_run", "named_session"),
     ("stage_cpu", "gpu_runs"),
     ("stage_limits", "stage_gpu"),
     ("stage_products",),
