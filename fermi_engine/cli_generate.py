@@ -6,48 +6,24 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fermi_engine import chat, report
-from fermi_engine.config import MOST_THREADS, EngineConfig
+from fermi_engine import report
+from fermi_engine.config import MOST_THREADS
+from fermi_engine.conversation import Conversation, Request, Writer
 from fermi_engine.engine import Engine
 from fermi_engine.errors import FermiError, RequestError
-from fermi_engine.generate import Finish, Piece, Stream
+from fermi_engine.generate import Finish
 from fermi_engine.kernels.threads import describe
 from fermi_engine.sampling import SamplingParams
-from fermi_engine.timeline import Timeline
-from fermi_engine.tokenizer import json_object
 
 UNITS = {"": 1, "B": 1, **{f"{prefix}B": 1000**n for n, prefix in enumerate("kMGT", 1)},
          **{f"{prefix}iB": 1024**n for n, prefix in enumerate("KMGT", 1)}}
 BYTES = re.compile(rf"(\d{{1,15}}(?:\.\d{{1,9}})?) ?({'|'.join(UNITS)})")
 ID_DIGITS = 18  # more than any vocabulary needs, and few enough for an int64
-
-
-@dataclass
-class Request:
-    """What the command line asked for. Exactly one of `prompt`, `chat`, `ids` is set; `sampling` holds the
-    SamplingParams fields that were given, None where the model's own setting counts."""
-
-    model: Path
-    prompt: str | None = None
-    chat: bool = False
-    ids: str | None = None
-    system: str | None = None
-    tools: Path | None = None
-    think: bool | None = None
-    show_reasoning: bool = False
-    raw: bool = False
-    timing: bool = False
-    format: str | None = None
-    sampling: dict[str, Any] = field(default_factory=dict)
-    options: EngineConfig = field(default_factory=EngineConfig)
-    parsed: Future[Any] | None = None  # the tokenizer to come, see tokenizer_ahead
 
 
 def run(request: Request) -> None:
@@ -61,7 +37,7 @@ def run(request: Request) -> None:
         engine = Engine.load(request.model, request.format, config=request.options, progress=progress)
     engine.prefetch(request.parsed)
     report.note(status_line(engine) + (f", loaded in {time.perf_counter() - start:.2f} s" if request.timing else ""))
-    writer = _Writer(request.show_reasoning)
+    writer = Writer(request.show_reasoning)
     talk = Conversation(engine, request, tools)
     if request.chat:
         _chat(talk, writer)
@@ -122,116 +98,7 @@ def parse_budget(option: str, text: str | None) -> int | None:
     return 0 if text is not None and text.strip() == "0" else parse_bytes(option, text)
 
 
-class Conversation:
-    """Messages so far and the timeline they run on."""
-
-    def __init__(self, engine: Engine, request: Request, tools: list[dict[str, Any]] | None) -> None:
-        self.engine, self.request, self.tools = engine, request, tools
-        files = engine.pack.files()
-        settings = json_object(files, "generation_config.json")
-        self.params = SamplingParams.from_generation_config(settings, **request.sampling)
-        self.timeline = Timeline(engine)
-        self.template: str | None = None
-        if request.ids is None and not request.raw:
-            self.template = self._find_template(files)
-            self.extra = chat.special_tokens(files)
-        self.reset()
-
-    def _find_template(self, files: dict[str, bytes]) -> str | None:
-        asked = self.request.chat or self.request.system is not None or self.tools is not None \
-            or self.request.think is not None
-        has_one = "chat_template.jinja" in files or "chat_template" in json_object(files, "tokenizer_config.json")
-        return chat.find_template(files) if has_one or asked else None
-
-    def reset(self) -> None:
-        """Forget all turns but the system message."""
-        system = self.request.system
-        self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-
-    def say(self, text: str, writer: _Writer) -> Finish:
-        """One user turn and its answer, which joins the messages; without a template, one raw completion."""
-        if self.template is None:
-            return self.answer(self.engine.tokenizer.encode(text), writer)
-        asked = [*self.messages, {"role": "user", "content": text}]
-        ids = self._encode(asked, add_generation_prompt=True)
-        if self.request.chat:
-            shared = self._encode(asked, add_generation_prompt=False)
-            self.timeline.mark = len(shared) if ids[: len(shared)] == shared else None
-        is_open = chat.reasoning_is_open(self.engine.tokenizer.decode(ids))
-        finish = self.answer(ids, writer, reasoning_open=is_open)
-        reply = {"role": "assistant", "content": writer.answer}
-        if writer.reasoning:
-            reply["reasoning_content"] = writer.reasoning
-        self.messages = [*asked, reply]
-        return finish
-
-    def answer(self, ids: list[int], writer: _Writer, reasoning_open: bool = False, as_ids: bool = False) -> Finish:
-        """Stream the continuation of `ids` to the writer."""
-        self.timeline.begin()
-        clock, gpu = self.engine.kernels.clock, self.engine.gpu
-        if self.request.timing:
-            clock.start()
-            if gpu is not None:
-                gpu.timing = True
-        start = time.perf_counter()
-        stream = self.engine.generate(ids, self.params, session=self.timeline, reasoning_open=reasoning_open)
-        finish = writer.write(stream, as_ids)
-        if self.request.timing:
-            report.note(_timing(self.timeline, finish, time.perf_counter() - start))
-            report.note(_shares(*clock.stop()))
-            if self.engine.snapshots is not None:
-                report.note(self.engine.snapshots.line(self.timeline.promise))
-            if gpu is not None and gpu.prefill is not None and gpu.prefill.last is not None:
-                report.note(gpu.prefill.last.line())
-        return finish
-
-    def _encode(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
-        return chat.encode(self.engine.tokenizer, self.template, messages, tools=self.tools, extra=self.extra,
-                           enable_thinking=self.request.think, add_generation_prompt=add_generation_prompt)
-
-
-class _Writer:
-    """Puts a stream on stdout as it comes, and remembers the answer and the reasoning."""
-
-    def __init__(self, show_reasoning: bool) -> None:
-        self.show_reasoning = show_reasoning
-        self.answer = self.reasoning = ""
-
-    def write(self, stream: Stream, as_ids: bool) -> Finish:
-        """Write all pieces and end the line, also when the stream breaks off."""
-        self.answer = self.reasoning = ""
-        self._is_open = False
-        wrote = False
-        try:
-            for piece in stream:
-                text = self._id(piece, wrote) if as_ids else self._text(piece)
-                if text:
-                    sys.stdout.write(text)
-                    sys.stdout.flush()
-                    wrote = True
-        finally:
-            if wrote:
-                print(flush=True)
-        return stream.finish
-
-    def _id(self, piece: Piece, wrote: bool) -> str:
-        return "" if piece.id is None else f",{piece.id}" if wrote else str(piece.id)
-
-    def _text(self, piece: Piece) -> str:
-        self.answer += piece.text
-        self.reasoning += piece.reasoning
-        if not self.show_reasoning:
-            return piece.text
-        text = ""
-        if piece.reasoning and not self._is_open:
-            text, self._is_open = chat.THINK_OPEN, True
-        text += piece.reasoning
-        if piece.text and self._is_open:
-            text, self._is_open = text + chat.THINK_CLOSE, False
-        return text + piece.text
-
-
-def _chat(talk: Conversation, writer: _Writer) -> None:
+def _chat(talk: Conversation, writer: Writer) -> None:
     interactive = sys.stdin.isatty()
     for line in _lines(interactive and sys.stdout.isatty()):
         command = line.strip()
@@ -282,27 +149,12 @@ def _lines(prompted: bool) -> Iterator[str]:
             yield line
 
 
-def _note_finish(finish: Finish, writer: _Writer) -> None:
+def _note_finish(finish: Finish, writer: Writer) -> None:
     """Say why there is no answer, where all tokens went into reasoning that was not shown."""
     if writer.reasoning and not (writer.answer or writer.show_reasoning):
         longer = ", or raise --max-tokens" if finish.reason == "length" else ""
         report.note(f"no answer: all {finish.completion_tokens} tokens went into reasoning (finish: {finish.reason}); "
                     f"see it with --show-reasoning, or use --no-think{longer}")
-
-
-def _timing(timeline: Timeline, finish: Finish, total_s: float) -> str:
-    decode_s = total_s - timeline.prefill_s
-    return (f"prefill {timeline.evaluated} of {finish.prompt_tokens} tokens, "
-            f"{report.rate(timeline.evaluated, timeline.prefill_s)} | decode {timeline.decoded} tokens, "
-            f"{report.rate(timeline.decoded, decode_s)} | finish: {finish.reason}")
-
-
-def _shares(seconds: Mapping[str, float], wall_s: float) -> str:
-    """Where the time went: every op of at least one percent, the other ops, and what is outside of ops; parts add up."""
-    shown = {op: s for op, s in seconds.items() if s >= 0.01 * wall_s}
-    rest = {"other ops": sum(seconds.values()) - sum(shown.values()), "Python and sampling": wall_s - sum(seconds.values())}
-    parts = ", ".join(f"{name} {1e3 * s:.1f}" for name, s in {**shown, **rest}.items())
-    return f"{1e3 * wall_s:.1f} ms: {parts}"
 
 
 def _check(request: Request) -> None:

@@ -35,7 +35,7 @@ TIERS = (
     ("stage_cpu", "gpu_runs"),
     ("stage_limits", "stage_gpu"),
     ("stage_products",),
-    ("doctor", "info", "stages", "against"),
+    ("doctor", "info", "stages", "against", "conversation"),
     ("verify", "cli_files", "cli_generate"),
     ("cli_verify", "bench"),
     ("cli_bench",),
