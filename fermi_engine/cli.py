@@ -60,6 +60,11 @@ ExpertSlots = Annotated[int, typer.Option(metavar="N", help="Layers whose expert
 Gemm = Annotated[str, typer.Option(metavar="own|vendor", help="Dense products on the GPU: own kernels, or cuBLAS.")]
 SnapshotRam = Annotated[str | None, typer.Option("--snapshot-ram", metavar="SIZE", show_default=False,
                                                  help="Memory for states that later prompts go on from, such as 2GiB; 0: none.")]
+SnapshotDir = Annotated[Path | None, typer.Option("--snapshot-dir", metavar="DIR", show_default=False,
+                                                  help="Keep them on disk, too, for later runs.")]
+SnapshotDisk = Annotated[str, typer.Option("--snapshot-disk", metavar="SIZE", help="Most bytes of the files there.")]
+SessionName = Annotated[str | None, typer.Option("--session", metavar="NAME", show_default=False,
+                                                 help="Go on from where the session of that name stands, and keep it.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout in place of tables.")]
 
 
@@ -234,6 +239,9 @@ def generate(
     expert_slots: ExpertSlots = 2,
     gemm: Gemm = "own",
     snapshot_ram: SnapshotRam = None,
+    snapshot_dir: SnapshotDir = None,
+    snapshot_disk: SnapshotDisk = "16GiB",
+    session: SessionName = None,
     timing: Annotated[bool, typer.Option("--timing", help="Print times and tokens per second to stderr.")] = False,
 ) -> None:
     """Generate text from a prompt, a chat or token ids.
@@ -257,9 +265,11 @@ def generate(
                            pin=pin, hyper_threads=hyper_threads, numa=numa, load=load, huge_pages=huge_pages, mlock=mlock,
                            prefill=prefill, device=device, vram=cli_generate.parse_bytes("--vram", vram),
                            expert_slots=expert_slots, gemm=gemm,
-                           snapshot_ram=cli_generate.parse_budget("--snapshot-ram", snapshot_ram))
+                           snapshot_ram=cli_generate.parse_budget("--snapshot-ram", snapshot_ram), snapshot_dir=snapshot_dir,
+                           snapshot_disk=cli_generate.parse_budget("--snapshot-disk", snapshot_disk))
     cli_generate.run(cli_generate.Request(
-        model, prompt, chat, ids, system, tools, think, show_reasoning, raw, timing, format, sampling, options, parsed))
+        model, prompt, chat, ids, system, tools, think, show_reasoning, raw, timing, format, sampling, options, parsed,
+        session))
 
 
 @app.command()

@@ -8,16 +8,18 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fermi_engine import report
+from fermi_engine import named_session, report
 from fermi_engine.config import MOST_THREADS
 from fermi_engine.conversation import Conversation, Request, Writer
 from fermi_engine.engine import Engine
-from fermi_engine.errors import FermiError, RequestError
+from fermi_engine.errors import FermiError, RequestError, SnapshotError
 from fermi_engine.generate import Finish
 from fermi_engine.kernels.threads import describe
+from fermi_engine.named_session import NamedSession
 from fermi_engine.sampling import SamplingParams
 
 UNITS = {"": 1, "B": 1, **{f"{prefix}B": 1000**n for n, prefix in enumerate("kMGT", 1)},
@@ -29,22 +31,51 @@ ID_DIGITS = 18  # more than any vocabulary needs, and few enough for an int64
 def run(request: Request) -> None:
     """Load the model and serve the request. Raises FermiError."""
     _check(request)
+    options = request.options
+    if request.session is not None:
+        named_session.check_name(request.session)
+        options = replace(options, snapshot_dir=options.snapshot_dir or named_session.default_directory())
     SamplingParams(**{name: value for name, value in request.sampling.items() if value is not None})
     tools = None if request.tools is None else _read_tools(request.tools)
     ids = None if request.ids is None else parse_ids(request.ids)
     start = time.perf_counter()
     with report.progress("loading") as progress:
-        engine = Engine.load(request.model, request.format, config=request.options, progress=progress)
+        engine = Engine.load(request.model, request.format, config=options, progress=progress)
     engine.prefetch(request.parsed)
     report.note(status_line(engine) + (f", loaded in {time.perf_counter() - start:.2f} s" if request.timing else ""))
+    with _kept(engine, request.session) as named:
+        _serve(Conversation(engine, request, tools, named), request, ids)
+
+
+@contextmanager
+def _kept(engine: Engine, name: str | None) -> Iterator[NamedSession | None]:
+    """The session of that name while it is continued; at the end all that is to outlive the process is on disk."""
+    named = None if name is None else NamedSession(engine.disk, name)
+    try:
+        yield named
+    except BaseException:
+        if named is not None:
+            with suppress(SnapshotError):  # what went wrong first is told
+                named.close()
+        raise
+    if named is not None:
+        named.close()
+    if engine.disk is not None:
+        engine.disk.flush()
+
+
+def _serve(talk: Conversation, request: Request, ids: list[int] | None) -> None:
     writer = Writer(request.show_reasoning)
-    talk = Conversation(engine, request, tools)
     if request.chat:
         _chat(talk, writer)
     elif ids is not None:
-        talk.answer(ids, writer, as_ids=True)
-    else:
+        talk.continued(ids, writer, as_ids=True)
+    elif request.prompt is not None:
         _note_finish(talk.say(_stdin() if request.prompt == "-" else request.prompt, writer), writer)
+    elif talk.ids:
+        _note_finish(talk.go_on(writer), writer)
+    else:
+        raise RequestError(f"session {request.session!r} has said nothing yet that could go on; give --prompt, --chat or --ids")
 
 
 def status_line(engine: Engine) -> str:
@@ -160,7 +191,7 @@ def _note_finish(finish: Finish, writer: Writer) -> None:
 def _check(request: Request) -> None:
     given = [name for name, value in (("--prompt", request.prompt is not None), ("--chat", request.chat),
                                       ("--ids", request.ids is not None)) if value]
-    if len(given) != 1:
+    if len(given) != 1 and (given or request.session is None):
         found = " and ".join(given) or "none of them"
         raise RequestError(f"give exactly one of --prompt, --chat and --ids; found {found}")
     rendered = [name for name, value in (("--system", request.system), ("--tools", request.tools),

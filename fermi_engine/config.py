@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fermi_engine.errors import ConfigError
@@ -367,6 +368,7 @@ class EngineConfig:
     gemm: the GPU's dense products by our kernels ('own': the same bits on every card) or by the vendor's cuBLAS ('vendor').
     snapshot_ram: most bytes of memory for states that later prompts go on from; 0 keeps none, None takes half of what the pack
         leaves, at most 4 GiB. Results do not depend on it where the CPU evaluates prompts, or the GPU all of them.
+    snapshot_dir: directory in which they outlive the process; None for none. snapshot_disk: most bytes of the files there.
     """
 
     activations: str = "q8_0"
@@ -388,6 +390,8 @@ class EngineConfig:
     expert_slots: int = 2
     gemm: str = "own"
     snapshot_ram: int | None = None
+    snapshot_dir: str | Path | None = None
+    snapshot_disk: int = 16 << 30
 
     def __post_init__(self) -> None:
         if self.numa not in (None, "interleave", "local", "off"):
@@ -404,8 +408,9 @@ class EngineConfig:
             raise ConfigError(f"gemm = {self.gemm!r}; choose 'own' or 'vendor'")
         if self.kv_format not in ("f32", "f16", "q8_0"):
             raise ConfigError(f"kv_format = {self.kv_format!r}; choose 'f32', 'f16' or 'q8_0'")
-        if self.snapshot_ram is not None and (not isinstance(self.snapshot_ram, int) or self.snapshot_ram < 0):
-            raise ConfigError(f"snapshot_ram = {self.snapshot_ram!r} must be a number of bytes, 0 for none")
+        for name, value in (("snapshot_ram", self.snapshot_ram), ("snapshot_disk", self.snapshot_disk)):
+            if value is not None and (not isinstance(value, int) or value < 0):
+                raise ConfigError(f"{name} = {value!r} must be a number of bytes, 0 for none")
         for name in ("threads", "kv_block", "token_block", "ctx_size", "vram", "expert_slots"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):

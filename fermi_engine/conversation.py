@@ -6,14 +6,16 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fermi_engine import chat, report
 from fermi_engine.config import EngineConfig
 from fermi_engine.engine import Engine
+from fermi_engine.errors import RequestError
 from fermi_engine.generate import Finish, Piece, Stream
+from fermi_engine.named_session import NamedSession, Record
 from fermi_engine.sampling import SamplingParams
 from fermi_engine.timeline import Timeline
 from fermi_engine.tokenizer import json_object
@@ -21,8 +23,8 @@ from fermi_engine.tokenizer import json_object
 
 @dataclass
 class Request:
-    """What the command line asked for. Exactly one of `prompt`, `chat`, `ids` is set; `sampling` holds the
-    SamplingParams fields that were given, None where the model's own setting counts."""
+    """What the command line asked for. One of `prompt`, `chat`, `ids` is set, none where the last answer of a `session` goes
+    on; `sampling` holds the SamplingParams fields that were given, None where the model's own setting counts."""
 
     model: Path
     prompt: str | None = None
@@ -38,22 +40,34 @@ class Request:
     sampling: dict[str, Any] = field(default_factory=dict)
     options: EngineConfig = field(default_factory=EngineConfig)
     parsed: Future[Any] | None = None  # the tokenizer to come, see tokenizer_ahead
+    session: str | None = None
 
 
 class Conversation:
-    """Messages so far and the timeline they run on."""
+    """Messages so far and the timeline they run on. ids: all tokens up to the end of the last answer."""
 
-    def __init__(self, engine: Engine, request: Request, tools: list[dict[str, Any]] | None) -> None:
-        self.engine, self.request, self.tools = engine, request, tools
+    def __init__(self, engine: Engine, request: Request, tools: list[dict[str, Any]] | None,
+                 named: NamedSession | None = None) -> None:
+        """named: where it goes on and is kept. RequestError where the request does not fit what was said there."""
+        self.engine, self.request, self.tools, self.named = engine, request, tools, named
         files = engine.pack.files()
         settings = json_object(files, "generation_config.json")
         self.params = SamplingParams.from_generation_config(settings, **request.sampling)
         self.timeline = Timeline(engine)
         self.template: str | None = None
-        if request.ids is None and not request.raw:
+        self.ids: list[int] = []
+        self.system = request.system
+        self.reset()
+        record = None if named is None else named.record
+        if record is not None:
+            self._go_back_to(record)
+        goes_on = record is not None and request.prompt is None and not request.chat
+        if request.ids is None and not request.raw and not (goes_on and record.messages is None):
             self.template = self._find_template(files)
             self.extra = chat.special_tokens(files)
-        self.reset()
+        if record is not None and (record.messages is None) != (self.template is None):
+            kind, remedy = ("tokens", "--ids or --raw") if record.messages is None else ("messages", "--prompt or --chat")
+            raise RequestError(f"session {named.name!r} is made of {kind}; continue it with {remedy}, or choose another name")
 
     def _find_template(self, files: dict[str, bytes]) -> str | None:
         asked = self.request.chat or self.request.system is not None or self.tools is not None \
@@ -63,27 +77,60 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget all turns but the system message."""
-        system = self.request.system
-        self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[dict[str, Any]] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        self.ids = []
+
+    def _go_back_to(self, record: Record) -> None:
+        """Stand where a session stands."""
+        system = next((message["content"] for message in record.messages or () if message["role"] == "system"), None)
+        for option, given, kept in (("--system", self.system, system), ("--tools", self.tools, record.tools)):
+            if given is not None and given != kept:
+                raise RequestError(f"{option} is not that of session {self.named.name!r}; leave it out or choose another name")
+        self.system = system
+        self.messages, self.tools, self.ids = record.messages or [], record.tools, record.ids
 
     def say(self, text: str, writer: Writer) -> Finish:
         """One user turn and its answer, which joins the messages; without a template, one raw completion."""
         if self.template is None:
-            return self.answer(self.engine.tokenizer.encode(text), writer)
+            return self.continued(self.engine.tokenizer.encode(text), writer)
         asked = [*self.messages, {"role": "user", "content": text}]
         ids = self._encode(asked, add_generation_prompt=True)
-        if self.request.chat:
+        if self.request.chat or self.named is not None:
             shared = self._encode(asked, add_generation_prompt=False)
             self.timeline.mark = len(shared) if ids[: len(shared)] == shared else None
         is_open = chat.reasoning_is_open(self.engine.tokenizer.decode(ids))
-        finish = self.answer(ids, writer, reasoning_open=is_open)
-        reply = {"role": "assistant", "content": writer.answer}
-        if writer.reasoning:
-            reply["reasoning_content"] = writer.reasoning
-        self.messages = [*asked, reply]
+        finish = self._answer(ids, writer, reasoning_open=is_open)
+        self.messages = [*asked, _reply(writer.answer, writer.reasoning)]
+        self._keep()
         return finish
 
-    def answer(self, ids: list[int], writer: Writer, reasoning_open: bool = False, as_ids: bool = False) -> Finish:
+    def continued(self, ids: list[int], writer: Writer, as_ids: bool = False) -> Finish:
+        """Tokens after those so far, and what follows them."""
+        finish = self._answer([*self.ids, *ids], writer, as_ids=as_ids)
+        self._keep()
+        return finish
+
+    def go_on(self, writer: Writer) -> Finish:
+        """The last answer goes on where it stopped."""
+        if self.template is None:
+            return self.continued([], writer, as_ids=not self.engine.has_tokenizer)
+        is_open = chat.reasoning_is_open(self.engine.tokenizer.decode(self.ids))
+        finish = self._answer(self.ids, writer, reasoning_open=is_open)
+        last = self.messages[-1]
+        reply = _reply(last["content"] + writer.answer, last.get("reasoning_content", "") + writer.reasoning)
+        self.messages = [*self.messages[:-1], reply]
+        self._keep()
+        return finish
+
+    def _keep(self) -> None:
+        """Have the session of that name stand here."""
+        if self.named is not None:
+            is_chat = self.template is not None
+            record = Record(self.ids, self.messages if is_chat else None, self.tools if is_chat else None)
+            snapshot = replace(self.timeline.session.snapshot(), logits=self.timeline.logits, kind="answer")
+            self.named.save(snapshot, record)
+
+    def _answer(self, ids: list[int], writer: Writer, reasoning_open: bool = False, as_ids: bool = False) -> Finish:
         """Stream the continuation of `ids` to the writer."""
         self.timeline.begin()
         clock, gpu = self.engine.kernels.clock, self.engine.gpu
@@ -94,11 +141,14 @@ class Conversation:
         start = time.perf_counter()
         stream = self.engine.generate(ids, self.params, session=self.timeline, reasoning_open=reasoning_open)
         finish = writer.write(stream, as_ids)
+        self.ids = [*ids, *writer.ids]
         if self.request.timing:
             report.note(_timing(self.timeline, finish, time.perf_counter() - start))
             report.note(_shares(*clock.stop()))
             if self.engine.snapshots is not None:
                 report.note(self.engine.snapshots.line(self.timeline.promise))
+            if self.engine.disk is not None:
+                report.note(self.engine.disk.line())
             if gpu is not None and gpu.prefill is not None and gpu.prefill.last is not None:
                 report.note(gpu.prefill.last.line())
         return finish
@@ -108,20 +158,26 @@ class Conversation:
                            enable_thinking=self.request.think, add_generation_prompt=add_generation_prompt)
 
 
+def _reply(answer: str, reasoning: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": answer, **({"reasoning_content": reasoning} if reasoning else {})}
+
+
 class Writer:
-    """Puts a stream on stdout as it comes, and remembers the answer and the reasoning."""
+    """Puts a stream on stdout as it comes, and remembers its tokens, the answer and the reasoning."""
 
     def __init__(self, show_reasoning: bool) -> None:
         self.show_reasoning = show_reasoning
         self.answer = self.reasoning = ""
+        self.ids: list[int] = []
 
     def write(self, stream: Stream, as_ids: bool) -> Finish:
         """Write all pieces and end the line, also when the stream breaks off."""
-        self.answer = self.reasoning = ""
+        self.answer, self.reasoning, self.ids = "", "", []
         self._is_open = False
         wrote = False
         try:
             for piece in stream:
+                self.ids += [] if piece.id is None else [piece.id]
                 text = self._id(piece, wrote) if as_ids else self._text(piece)
                 if text:
                     sys.stdout.write(text)

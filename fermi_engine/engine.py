@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fermi_engine.pack import Pack
     from fermi_engine.sampling import SamplingParams
     from fermi_engine.session import Session
+    from fermi_engine.snapshot_disk import DiskTier
     from fermi_engine.snapshots import SnapshotCache
     from fermi_engine.tokenizer import Tokenizer
 
@@ -42,25 +43,43 @@ class Engine:
         self.kernels.pin(cpus_to_pin(count, hyper_threads=options.hyper_threads) if options.pin else [])
         self.decoder = Decoder(pack, self.kernels, options.activations)
         self.gpu = self._gpu_choice()
-        self.snapshots = self._snapshot_cache()
+        budget = self._snapshot_budget()
+        self.disk = self._disk_tier(budget)
+        self.snapshots = self._snapshot_cache(budget)
         self._parsing: Future[Tokenizer] | None = None
 
-    def _snapshot_cache(self) -> SnapshotCache | None:
+    def _snapshot_budget(self) -> int:
+        """Bytes of memory for snapshots."""
+        if self.options.snapshot_ram is not None:
+            return self.options.snapshot_ram
+        left = max(0, (memory.available() or 0) - self.pack.mapped.size)
+        return min(SNAPSHOT_RAM, left // 2)
+
+    def _snapshot_cache(self, budget: int) -> SnapshotCache | None:
         """States that prompts go on from; None where there is no room for one."""
         from fermi_engine.snapshots import SnapshotCache
         from fermi_engine.state import HybridState
 
-        budget = self.options.snapshot_ram
-        if budget is None:
-            left = max(0, (memory.available() or 0) - self.pack.mapped.size)
-            budget = min(SNAPSHOT_RAM, left // 2)
         least = HybridState.least_bytes(self.config, self.options.kv_block, self.options.kv_format) + 4 * self.config.vocab_size
         if budget >= least:
-            return SnapshotCache(budget)
+            return SnapshotCache(budget, self.disk)
         if self.options.snapshot_ram != 0:
             report.note(f"snapshots are off: {report.size(budget)} do not hold one, which takes {report.size(least)}; every "
                         "prompt is evaluated from its first token (--snapshot-ram)")
         return None
+
+    def _disk_tier(self, memory_budget: int) -> DiskTier | None:
+        """Where snapshots outlive the process. Those that wait for the disk hold no more than half of the memory."""
+        options = self.options
+        if options.snapshot_dir is None:
+            return None
+        from fermi_engine import snapshot_disk
+        from fermi_engine.prefix import NumericPath
+
+        queue = min(snapshot_disk.QUEUE_BYTES, memory_budget // 2)
+        numeric = NumericPath.of(self.pack_hash, options)
+        return snapshot_disk.DiskTier(Path(options.snapshot_dir), options.snapshot_disk, self.config, numeric, options.kv_block,
+                                      queue_bytes=queue)
 
     def _gpu_choice(self) -> GpuChoice | None:
         """Decides about prefill on the GPU; None where the CPU does all of it."""

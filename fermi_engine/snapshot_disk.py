@@ -79,6 +79,12 @@ class DiskTier:
         except OSError as err:
             raise SnapshotError(f"cannot use {directory} for snapshots: {snapshot_directory.reason(err)}") from None
 
+    def line(self) -> str:
+        """What it has done, for a report."""
+        s = self.stats
+        return (f"snapshots on disk: {s.loaded} loaded in {s.load_s:.3f} s, {s.saved} saved ({size(s.saved_bytes)}) in "
+                f"{s.save_s:.3f} s, {s.evicted} removed, {s.declined} not taken, {s.failed + s.unusable} failed")
+
     # looking up and loading
 
     def longest(self, prefix: Prefix) -> Stored | None:
@@ -172,7 +178,7 @@ class DiskTier:
         within a process's life.
         """
         job, nbytes = partial(self._save, snapshot), snapshot_files.tensor_bytes(snapshot)
-        if snapshot.kind == "block":
+        if snapshot.kind == "block" or not self.budget:
             release()
             self._count(declined=1)
         elif not self.background.offer(job, nbytes, release):

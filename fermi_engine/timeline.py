@@ -28,6 +28,7 @@ class Timeline:
         self.engine, self.vocab_size = engine, engine.config.vocab_size
         self.mark: int | None = None  # how much of the next prompt the one after it will share
         self.session = engine.session()
+        self.logits: Any = None  # of the last token that went in
         self._is_once = is_once
         self.begin()
 
@@ -47,10 +48,10 @@ class Timeline:
         marks = [*turn_ends(ids, self.engine.eos_ids), *([self.mark] if self.mark else [])]
         shown = len(ids) >= LONG_PREFILL and sys.stderr is not None and sys.stderr.isatty()
         with report.progress("reading", "tokens") if shown else nullcontext() as show:
-            logits = self.session.prompt(ids, show and self._progress(len(ids), show), marks)
+            self.logits = self.session.prompt(ids, show and self._progress(len(ids), show), marks)
         self.evaluated = len(ids) - self.cached_tokens
         self.prefill_s = time.perf_counter() - start
-        return logits
+        return self.logits
 
     @property
     def promise(self) -> str | None:
@@ -67,7 +68,8 @@ class Timeline:
     def decode(self, token: int) -> Any:
         """Logits after one more token."""
         self.decoded += 1
-        return self.session.decode(token)
+        self.logits = self.session.decode(token)
+        return self.logits
 
     def finished(self) -> None:
         """The answer is complete."""
