@@ -61,8 +61,8 @@ def line(model: Path, where: Path, *args) -> list[str]:
 
 
 def process(*args: str, **options) -> subprocess.Popen:
-    pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-m", "fermi_engine.cli", *args], cwd=ROOT, stdout=pipe, stderr=pipe, text=True, **options)
+    command, pipe = [sys.executable, "-m", "fermi_engine.cli", *args], subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, **options)
 
 
 def ids_text(ids) -> str:
@@ -242,8 +242,8 @@ def test_snapshots_without_a_session_serve_the_next_run(run):
 # what is refused
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../x", "/etc/passwd", "a/b", "a\0b", ".hidden", "-x", "a b", "x\n", "é", "~", "a\\b",
-                                  "x" * 65, "x" * 100_000, "con:", "$(id)"])
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "/etc/passwd", "a/b", "a\0b", ".hidden", "-x", "a b", "x\n", "é", "~",
+                                  "a\\b", "x" * 65, "x" * 100_000, "con:", "$(id)"])
 def test_a_name_cannot_leave_the_directory(name, tmp_path, pack, capsys):
     with pytest.raises(RequestError, match=r"--session .* is no name: give 1 to 64 letters"):
         check_name(name)
@@ -329,8 +329,10 @@ def test_a_session_is_one_processs_at_a_time(engine, directory):
 def test_tokens_and_messages_do_not_mix(run):
     run("--ids", "5", "-n", 1, "--session", "tokens")
     run("--prompt", "a", "-n", 1, "--session", "chat")
-    assert_refused(run("--prompt", "a", "--session", "tokens", status=2)[1], "session 'tokens' is made of tokens", "--ids or --raw")
-    assert_refused(run("--ids", "5", "--session", "chat", status=2)[1], "session 'chat' is made of messages", "--prompt or --chat")
+    err = run("--prompt", "a", "--session", "tokens", status=2)[1]
+    assert_refused(err, "session 'tokens' is made of tokens", "--ids or --raw")
+    err = run("--ids", "5", "--session", "chat", status=2)[1]
+    assert_refused(err, "session 'chat' is made of messages", "--prompt or --chat")
     run("--prompt", "a", "--raw", "-n", 1, "--session", "tokens")
 
 

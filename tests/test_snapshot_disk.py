@@ -358,6 +358,18 @@ def test_a_budget_below_one_snapshot_saves_none_and_says_so_once(engine, some, t
     assert "over --snapshot-disk" in notes[0]
 
 
+def test_a_file_that_another_process_is_writing_counts(engine, some, tmp_path):
+    one = SnapshotFile(some[0]).nbytes
+    at = tier(engine, tmp_path, int(2.5 * one))
+    put_all(at, some[0])
+    with open(tmp_path / ".other.safetensors.1.0.fermi-snapshot-part", "wb") as part:
+        fcntl.flock(part, fcntl.LOCK_EX)
+        part.truncate(one)
+        put_all(at, some[1])
+        assert len(files(tmp_path)) == 2
+        assert at.longest(longer(engine, some[0])) is None
+
+
 def test_files_of_others_count_and_are_not_removed_for_room(engine, some, tmp_path):
     other = dataclasses.replace(numeric(engine), pack_hash="ab" * 32)
     theirs = save(tmp_path / "theirs.safetensors", dataclasses.replace(some[0], prefix=Prefix(some[0].tokens, other)))

@@ -11,6 +11,7 @@ from tools.faults_avx2 import AVX2
 from tools.faults_gpu_prefill import GPU_PREFILL
 from tools.faults_kernels import KERNELS, Fault
 from tools.faults_sm20 import SM20
+from tools.faults_snapshot_disk import SNAPSHOT_DISK
 from tools.faults_snapshots import SNAPSHOTS
 
 __all__ = ["FAULTS", "Fault"]
@@ -308,4 +309,4 @@ MODEL_SENSE = (
     ),
 )
 
-FAULTS = KERNELS + AVX2 + SM20 + MODEL + GPU_PREFILL + SNAPSHOTS + FILES + TEXT + MODEL_SENSE
+FAULTS = KERNELS + AVX2 + SM20 + MODEL + GPU_PREFILL + SNAPSHOTS + SNAPSHOT_DISK + FILES + TEXT + MODEL_SENSE
