@@ -27,6 +27,7 @@ from fermi_engine.snapshot_budget import Costs, Holdings, Stats
 from fermi_engine.state import HybridState, copied, memory_of
 
 KINDS = ("root", "turn", "end", "answer", "block")
+TRIES = 4  # snapshots of a tier that may be unusable before it is given up for a prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +86,8 @@ class Tier(Protocol):
         """The longest snapshot that `prefix` can go on from: of fewer tokens, or of all of them with logits. No loading."""
 
     def load(self, stored: Stored) -> Snapshot | None:
-        """Read it; None where it turns out to be unusable. The room for `nbytes` has been made."""
+        """Read it; None where it turns out to be unusable, and `longest` is to give another then. The room for `nbytes` has been
+        made."""
 
     def put(self, snapshot: Snapshot, release: Callable[[], None]) -> None:
         """Keep it, in the background; a tier may decline. `release` is called once, from any thread, when its memory is no longer
@@ -143,14 +145,15 @@ class SnapshotCache:
         return longest(self._tree.path(prefix), usable)
 
     def _from_tier(self, prefix: Prefix, beyond: int) -> Snapshot | None:
-        """What the tier has that is longer than `beyond`, now in memory."""
-        stored = None if self.tier is None else self.tier.longest(prefix)
-        if stored is None or stored.position <= beyond or not self.make_room(stored.nbytes):
-            return None
-        snapshot = self.tier.load(stored)
-        if snapshot is None:
-            self.holdings.unreserve(stored.nbytes)
-            return None
+        """What the tier has that is longer than `beyond`, now in memory; the next best where it turns out to be unusable."""
+        snapshot, tries = None, TRIES
+        while snapshot is None:
+            stored = None if self.tier is None else self.tier.longest(prefix)
+            if stored is None or stored.position <= beyond or not tries or not self.make_room(stored.nbytes):
+                return None
+            snapshot, tries = self.tier.load(stored), tries - 1
+            if snapshot is None:
+                self.holdings.unreserve(stored.nbytes)
         entry = self.held(snapshot, stored.nbytes)
         if not prefix.agrees(snapshot.prefix, min(snapshot.position, len(prefix))) or snapshot.position > len(prefix):
             self.discard([entry])

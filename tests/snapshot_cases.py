@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -15,10 +17,11 @@ from fermi_engine.config import EngineConfig
 from fermi_engine.gpu_choice import GpuChoice
 from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.model.decoder import Decoder
-from fermi_engine.prefix import ImageSpan
+from fermi_engine.prefix import ImageSpan, NumericPath, Prefix
 from fermi_engine.runs import ArrayModel, digest
 from fermi_engine.session import Session
 from fermi_engine.snapshot_budget import Costs
+from fermi_engine.snapshot_disk import DiskTier
 from fermi_engine.snapshots import Snapshot, SnapshotCache
 from fermi_engine.state import KVPages
 from tests.strategies import Draws
@@ -122,8 +125,25 @@ def poisoned(model: ArrayModel, seed: int = 99) -> Session:
     return session
 
 
-# What may happen to a snapshot between making and restoring it; tests of the disk tier add theirs.
-DETOURS: dict[str, Callable[[ArrayModel, Snapshot], Snapshot]] = {"memory": lambda model, snapshot: snapshot}
+def tier(model: ArrayModel, directory: str | Path, budget: int = PLENTY, notes: list[str] | None = None) -> DiskTier:
+    """Snapshots of the model on disk."""
+    path, said = NumericPath.of(model.pack_hash, model.options), [] if notes is None else notes
+    return DiskTier(Path(directory), budget, model.config, path, model.options.kv_block, said.append)
+
+
+def through_a_restart(model: ArrayModel, snapshot: Snapshot) -> Snapshot:
+    """Saved, and read by one that knows nothing but the directory."""
+    with TemporaryDirectory() as directory:
+        before = tier(model, directory)
+        before.put(snapshot, lambda: None)
+        before.flush()
+        after = tier(model, directory)
+        return after.load(after.longest(Prefix([*snapshot.tokens, 0], snapshot.prefix.path)))
+
+
+# What may happen to a snapshot between making and restoring it.
+DETOURS: dict[str, Callable[[ArrayModel, Snapshot], Snapshot]] = {
+    "memory": lambda model, snapshot: snapshot, "disk": through_a_restart}
 
 
 def answers(session: Session, ids: Sequence[int], after: int) -> generate.Stream:

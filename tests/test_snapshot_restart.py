@@ -1,0 +1,226 @@
+"""Memory and disk together, process after process: what is asked after a restart has the bits of a run that never stopped.
+
+Every cut of a prompt through a file on the CPU: tests/test_snapshots.py, by the detour "disk".
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, rule
+
+from fermi_engine import Engine, EngineConfig
+from fermi_engine.convert import convert
+from fermi_engine.prefix import Prefix
+from fermi_engine.runs import ArrayModel
+from fermi_engine.session import Session
+from fermi_engine.snapshots import Snapshot
+from tests import snapshot_cases as cases
+from tests.conftest import SOAK
+from tests.snapshot_cases import ids_for, outcome, poisoned, snapshot_bytes, uninterrupted
+from tests.test_snapshot_disk import held_bytes
+from tests.test_snapshot_disk import tier as tier_of_engine
+from tests.test_snapshot_files import SIZES, raw
+from tests.test_snapshot_machine import SIZE, SnapshotMachine
+from tools.make_checkpoint import make_checkpoint
+
+LENGTH = 200
+GPU_CUTS = range(1, LENGTH) if SOAK else (1, 2, 3, 31, 63, 64, 65, 66, 127, 128, 129, 150, 191, 192, 193, 197, 198, 199)
+
+
+class Restarts:
+    """A model whose process ends and begins again, with nothing left but a directory."""
+
+    def __init__(self, directory: Path, budget: int = cases.PLENTY, disk: int = cases.PLENTY, **options: object) -> None:
+        self.directory, self.budget, self.disk, self.options, self.notes = directory, budget, disk, options, []
+        self.begin()
+
+    def begin(self) -> ArrayModel:
+        model = cases.engine(self.budget, **self.options)
+        self.tier = cases.tier(model, self.directory, self.disk, self.notes)
+        model.snapshots.tier = self.tier
+        self.model = model
+        return model
+
+    def again(self) -> ArrayModel:
+        self.tier.flush()
+        return self.begin()
+
+
+def check(model: ArrayModel, ids: list[int], marks: tuple[int, ...] = ()) -> int:
+    """Ask for a whole prompt in a ruined session; the outcome is that of a cold run. Tokens that were cached."""
+    session = poisoned(model)
+    assert outcome(session, session.prompt(ids, marks=marks)) == uninterrupted(model, ids)
+    return session.cached_tokens
+
+
+@pytest.mark.parametrize("kv_format", ["f32", "f16", "q8_0"])
+def test_chats_go_on_after_each_restart(tmp_path, kv_format):
+    """By turns, with an edited last message, with reasoning left out of the history, and the same again."""
+    process = Restarts(tmp_path, kv_format=kv_format)
+    system = ids_for(40, 1)
+    for chat in range(2):
+        history = [*system, *ids_for(50 + 9 * chat, 10 + chat)]
+        for turn in range(3):
+            marks = (40, len(history) - 6)
+            assert check(process.again(), history, marks) >= (40 if chat or turn else 0)
+            assert check(process.again(), history, marks) == len(history)
+            assert check(process.again(), [*history[:-4], *ids_for(9, 30 + turn)], marks) >= marks[1]
+            session = Session(process.again())
+            session.prompt(history, marks=marks)
+            answer = [int(session.decode(token).argmax()) for token in ids_for(12, 20 + turn)]
+            session.keep()
+            more = [*history, *ids_for(12, 20 + turn), *answer]
+            assert check(process.again(), more, marks) == len(history) + 12
+            history = [*history, *answer[5:], *ids_for(15, 40 + turn)]  # the first five were reasoning
+    assert process.notes == []
+
+
+def test_what_memory_has_no_room_for_comes_from_the_disk(tmp_path):
+    process = Restarts(tmp_path, budget=int(2.5 * snapshot_bytes(90)))
+    prompts = [ids_for(60 + 7 * i, i) for i in range(5)]
+    for ids in prompts:
+        assert check(process.model, ids) == 0
+        process.tier.flush()
+    model = process.model
+    for ids in [*prompts, *prompts[::-1]]:
+        assert check(model, ids) == len(ids)
+    assert model.snapshots.stats.evicted > 0
+    assert process.tier.stats.loaded >= 5
+
+
+def test_a_damaged_file_gives_way_to_the_next_best(tmp_path):
+    process, ids = Restarts(tmp_path), ids_for(120)
+    check(process.model, ids, (50, 90))
+    model = process.again()
+    files = {info.position: info.path for info in process.tier.infos() if info.digest == Prefix(
+        ids, info.numeric).digest(info.position)}
+    assert sorted(files) == [50, 90, 120]
+    for position in (90, 120):
+        data = bytearray(files[position].read_bytes())
+        data[-1500] ^= 1  # keys and values
+        files[position].write_bytes(data)
+    assert check(process.again(), ids, (50, 90)) == 50
+    assert len(process.notes) == 2
+    assert check(model, ids) >= 50
+
+
+@pytest.fixture(scope="module")
+def on_gpu(tmp_path_factory):
+    """A model whose prompts go through the emulated GPU."""
+    directory = tmp_path_factory.mktemp("gpu")
+    sizes = {**SIZES, "layers": 4 if SOAK else 2, "key_dim": 32}
+    pack = convert(make_checkpoint(directory / "checkpoint", seed=5, **sizes), directory / "model.pack")
+    return Engine.load(pack, config=EngineConfig(threads=1, prefill="gpu", device="emulated", activations="f32", snapshot_ram=0))
+
+
+def ended(session: Session, logits: np.ndarray) -> dict[str, bytes]:
+    return raw(Snapshot(session.prefix, session.state, logits))
+
+
+def test_every_cut_of_a_prompt_through_a_file_on_the_gpu(on_gpu, tmp_path):
+    """The open chunk's rows and the state at its beginning come back as well, so that no cut changes a bit."""
+    ids = ids_for(LENGTH)
+    calls: dict[bool, dict[str, bytes]] = {}
+
+    def uncut(cut: int) -> dict[str, bytes]:
+        """One call, or two where one of them is a single token, which the CPU evaluates."""
+        is_single = cut in (1, LENGTH - 1)
+        if is_single or False not in calls:
+            session = on_gpu.session()
+            pieces = [ids[:cut], ids[cut:]] if is_single else [ids]
+            for piece in pieces:
+                logits = session.prefill(piece)
+            calls[is_single] = ended(session, logits)
+        return calls[is_single]
+
+    for cut in GPU_CUTS:
+        session = on_gpu.session()
+        session.prefill(ids[:cut])
+        before = tier_of_engine(on_gpu, tmp_path)
+        before.put(session.snapshot(), lambda: None)
+        before.flush()
+        after = tier_of_engine(on_gpu, tmp_path)
+        resumed = on_gpu.session()
+        resumed.restore(after.load(after.longest(Prefix([*ids[:cut], 0], session.path))))
+        assert resumed.trail == session.trail
+        assert ended(resumed, resumed.prefill(ids[cut:])) == uncut(cut), cut
+
+
+class RestartMachine(SnapshotMachine):
+    """The same over a disk tier, with restarts, files that are damaged, lost or of others, and another process beside."""
+
+    def make(self, budget: int) -> ArrayModel:
+        if not hasattr(self, "directory"):
+            self.directory = Path(tempfile.mkdtemp())
+            self.disk = int(budget * 0.8)
+        model = cases.engine(budget, token_block=8)
+        model.snapshots.tier = cases.tier(model, self.directory, self.disk)
+        return model
+
+    def teardown(self) -> None:
+        if hasattr(self, "model"):
+            self.model.snapshots.tier.flush()
+        super().teardown()
+        if hasattr(self, "directory"):
+            shutil.rmtree(self.directory)
+
+    @rule()
+    def restart(self) -> None:
+        """Nothing is left but the directory."""
+        self.model.snapshots.tier.flush()
+        self.patch.undo()
+        self.patch = pytest.MonkeyPatch()
+        self.model = self.make(self.model.snapshots.holdings.budget)
+        self.trace = cases.Tracer(self.model, self.patch)
+        self.sessions = [Session(self.model) for _ in self.sessions]
+        self.kept = []
+
+    @rule(which=st.integers(0, 9), how=st.sampled_from(["flip", "cut", "lose", "swap", "empty"]), seed=st.integers(0, 9))
+    def spoil(self, which: int, how: str, seed: int) -> None:
+        paths = sorted(self.directory.glob("*.safetensors"))
+        if not paths:
+            return
+        path, order = paths[which % len(paths)], random.Random(seed)
+        data = bytearray(path.read_bytes())
+        if how == "lose":
+            path.unlink()
+        elif how == "swap":
+            other, aside = paths[(which + 1) % len(paths)], self.directory / "aside"
+            path.rename(aside)
+            if other.exists():
+                other.rename(path)
+            aside.rename(other)
+        else:
+            if how == "flip" and data:
+                data[order.randrange(len(data))] ^= 1 << order.randrange(8)
+            path.write_bytes({"flip": data, "cut": data[: order.randrange(len(data) + 1)], "empty": b""}[how])
+
+    @rule(source=st.integers(0, 5), keep=st.floats(0.1, 1))
+    def another_process(self, source: int, keep: float) -> None:
+        """It saves a state of its own, and makes room for it."""
+        ids = self.prompt(source, keep, 0, 0)
+        session = Session(replace(self.model, snapshots=None))
+        logits = session.prefill(ids)
+        other = cases.tier(self.model, self.directory, self.disk)
+        other.put(replace(session.snapshot(), logits=logits), lambda: None)
+        other.flush()
+
+    @invariant()
+    def stays_in_its_budget(self) -> None:
+        if hasattr(self, "trace"):
+            self.model.snapshots.tier.flush()
+            assert held_bytes(self.directory) <= self.disk
+        super().stays_in_its_budget()
+
+
+TestRestarts = RestartMachine.TestCase
+TestRestarts.settings = settings(SIZE, deadline=None)
