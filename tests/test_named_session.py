@@ -127,11 +127,15 @@ def test_a_finished_answer_repeats_its_end_without_evaluating_anything(run, engi
     assert record_of(directory) == before
 
 
+GPU = ["--prefill", "gpu", "--device", "emulated", "--activations", "f32"]
+
+
 def test_a_chat_in_one_process_and_in_three_says_the_same(run, monkeypatch, tmp_path):
-    for number, options in enumerate((["--no-think"], ["--think", "--show-reasoning"], ["--system", "Be short.", "--no-think"])):
+    for number, options in enumerate((["--no-think"], ["--think", "--show-reasoning"], ["--system", "Be short.", "--no-think"],
+                                      ["--no-think", *GPU])):
         monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(TURNS)))
-        whole = run("--chat", "-n", 40, *options, where=tmp_path / f"whole{number}")[0]
-        parts = [run("--prompt", turn, "-n", 40, "--session", f"s{number}", *options)[0] for turn in TURNS]
+        whole = run("--chat", "-n", 15, *options, where=tmp_path / f"whole{number}")[0]
+        parts = [run("--prompt", turn, "-n", 15, "--session", f"s{number}", *options)[0] for turn in TURNS]
         assert "".join(parts) == whole
 
 

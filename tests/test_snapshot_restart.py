@@ -155,6 +155,15 @@ def test_every_cut_of_a_prompt_through_a_file_on_the_gpu(on_gpu, tmp_path):
         assert ended(resumed, resumed.prefill(ids[cut:])) == uncut(cut), cut
 
 
+def flipped(data: bytes, order: random.Random) -> bytes:
+    """With one wrong bit."""
+    if not data:
+        return data
+    wrong = bytearray(data)
+    wrong[order.randrange(len(data))] ^= 1 << order.randrange(8)
+    return bytes(wrong)
+
+
 class RestartMachine(SnapshotMachine):
     """The same over a disk tier, with restarts, files that are damaged, lost or of others, and another process beside."""
 
@@ -189,20 +198,24 @@ class RestartMachine(SnapshotMachine):
         paths = sorted(self.directory.glob("*.safetensors"))
         if not paths:
             return
-        path, order = paths[which % len(paths)], random.Random(seed)
-        data = bytearray(path.read_bytes())
+        path, other, order = paths[which % len(paths)], paths[(which + 1) % len(paths)], random.Random(seed)
+        data = path.read_bytes()
         if how == "lose":
             path.unlink()
         elif how == "swap":
-            other, aside = paths[(which + 1) % len(paths)], self.directory / "aside"
-            path.rename(aside)
-            if other.exists():
-                other.rename(path)
-            aside.rename(other)
+            path.write_bytes(other.read_bytes())
+            other.write_bytes(data)
         else:
-            if how == "flip" and data:
-                data[order.randrange(len(data))] ^= 1 << order.randrange(8)
-            path.write_bytes({"flip": data, "cut": data[: order.randrange(len(data) + 1)], "empty": b""}[how])
+            path.write_bytes({"flip": flipped(data, order), "cut": data[: order.randrange(len(data) + 1)], "empty": b""}[how])
+
+    @rule(seed=st.integers(0, 99))
+    def spoil_all_and_restart(self, seed: int) -> None:
+        """And ask for the last prompt again, which only the disk could have."""
+        order = random.Random(seed)
+        for path in self.directory.glob("*.safetensors"):
+            path.write_bytes(flipped(path.read_bytes(), order))
+        self.restart()
+        self.request(0, len(self.asked) - 1, 1.0, 0, 0, [])
 
     @rule(source=st.integers(0, 5), keep=st.floats(0.1, 1))
     def another_process(self, source: int, keep: float) -> None:
@@ -223,4 +236,4 @@ class RestartMachine(SnapshotMachine):
 
 
 TestRestarts = RestartMachine.TestCase
-TestRestarts.settings = settings(SIZE, deadline=None)
+TestRestarts.settings = settings(SIZE, deadline=None, max_examples=SIZE.max_examples if SOAK else 20)
