@@ -23,6 +23,7 @@ from fermi_engine.pack_writer import PackPlan, Wanted
 from fermi_engine.safetensors_header import Entry, header_of
 
 CHUNK_BYTES = 4 << 20  # read or written at a time and hashed while still in the cache
+_DTYPES = {np.dtype(np.uint8): "U8", np.dtype(np.int32): "I32", np.dtype(np.float32): "F32"}
 READERS = 4  # threads that read and hash: hashing is slower than reading
 
 
@@ -46,8 +47,7 @@ class Tensor(NamedTuple):
 
 def tensor(name: str, array: np.ndarray) -> Tensor:
     """A contiguous array (uint8, int32 or float32) as a tensor of its own shape."""
-    dtypes = {np.dtype(np.uint8): "U8", np.dtype(np.int32): "I32", np.dtype(np.float32): "F32"}
-    return Tensor(name, dtypes[array.dtype], array.shape, (array,))
+    return Tensor(name, _DTYPES[array.dtype], array.shape, (array,))
 
 
 def plan(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> PackPlan:
