@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections import deque
 from collections.abc import Callable
-from threading import Condition, Thread
 
 
 class Background:
@@ -16,8 +17,8 @@ class Background:
         self._most_bytes = most_bytes
         self._jobs: deque[tuple[Callable[[], None], int, Callable[[], None]]] = deque()
         self._held = 0  # bytes of the jobs, the one in progress included
-        self._changed = Condition()
-        self._thread: Thread | None = None
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
 
     def offer(self, job: Callable[[], None], nbytes: int = 0, done: Callable[[], None] = lambda: None) -> bool:
         """Take a job that holds `nbytes`, if there is room for it. `done` is called when the job has let go of them, from the
@@ -28,7 +29,8 @@ class Background:
                 self._jobs.append((job, nbytes, done))
                 self._held += nbytes
                 if self._thread is None:
-                    self._start()
+                    self._thread = threading.Thread(target=self._run, name="disk")
+                    self._thread.start()
         if not is_taken:
             done()
         return is_taken
@@ -37,10 +39,6 @@ class Background:
         """Return when every job taken so far has been done."""
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None)
-
-    def _start(self) -> None:
-        self._thread = Thread(target=self._run, name="disk")
-        self._thread.start()
 
     def _run(self) -> None:
         while True:
@@ -52,12 +50,9 @@ class Background:
                 job, nbytes, done = self._jobs.popleft()
             try:
                 job()
-            except BaseException:  # a defect: it is shown, and the other jobs are done all the same
-                with self._changed:
-                    self._start()
-                raise
-            finally:
-                del job  # what it holds is free before that is said
-                with self._changed:
-                    self._held -= nbytes
-                done()
+            except Exception:  # a defect: it is shown, and the other jobs are done all the same
+                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self._thread)))
+            del job  # what it holds is free before that is said
+            with self._changed:
+                self._held -= nbytes
+            done()

@@ -100,7 +100,8 @@ def test_help_names_every_flag_of_generate() -> None:
     flags = ("--model --prompt --chat --ids --system --tools --think --no-think --show-reasoning --raw --max-tokens -n "
              "--n-predict --temp --top-k --top-p --min-p --presence-penalty --frequency-penalty --repetition-penalty "
              "--logit-bias --seed --stop --ignore-eos --format --threads --backend --ctx-size --activations --timing "
-             "--kv-format --pin --hyper-threads --numa --load --huge-pages --mlock")
+             "--kv-format --pin --hyper-threads --numa --load --huge-pages --mlock --snapshot-ram --snapshot-dir "
+             "--snapshot-disk --session")
     assert [flag for flag in flags.split() if not re.search(rf"(?<![\w-]){flag}(?![\w-])", text)] == []
 
 
@@ -128,6 +129,9 @@ MISTAKES = {  # name -> command line, and what its error line must name; {files}
     "more threads than cores, pinned": (f"{GENERATE} --prompt a --pin --threads 256", ("--pin", "256 threads", "cores")),
     "unknown memory policy": (f"{GENERATE} --prompt a --numa both", ("'both'", "'interleave', 'local' or 'off'")),
     "unknown way to load": (f"{GENERATE} --prompt a --load twice", ("'twice'", "'mmap' or 'resident'")),
+    "a session name that leads elsewhere": (f"{GENERATE} --prompt a --session ../x", ("--session", "'../x'", "letters")),
+    "a snapshot budget of no size": (f"{GENERATE} --prompt a --snapshot-disk lots", ("--snapshot-disk", "'lots'", "6GiB")),
+    "snapshots through a file": (f"{GENERATE} --prompt a --snapshot-dir {{files}}/garbage", ("garbage", "--snapshot-dir")),
     "missing pack": ("info {files}/none.pack", ("none.pack",)),
     "not a pack": ("info {files}/garbage", ("garbage",)),
     "path through a file": ("info {files}/garbage/x", ("garbage/x",)),
