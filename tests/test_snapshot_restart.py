@@ -1,6 +1,6 @@
 """Memory and disk together, process after process: what is asked after a restart has the bits of a run that never stopped.
 
-Every cut of a prompt through a file on the CPU: tests/test_snapshots.py, by the detour "disk".
+Every cut of a prompt through a file: tests/test_snapshots.py and tests/test_gpu_snapshots.py, by the detour "disk".
 """
 
 from __future__ import annotations
@@ -8,44 +8,36 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from fermi_engine import Engine, EngineConfig
-from fermi_engine.convert import convert
 from fermi_engine.prefix import Prefix
 from fermi_engine.runs import ArrayModel
 from fermi_engine.session import Session
-from fermi_engine.snapshots import Snapshot
 from tests import snapshot_cases as cases
 from tests.conftest import SOAK
 from tests.snapshot_cases import ids_for, outcome, poisoned, snapshot_bytes, uninterrupted
 from tests.test_snapshot_disk import held_bytes
-from tests.test_snapshot_disk import tier as tier_of_engine
-from tests.test_snapshot_files import SIZES, raw
-from tests.test_snapshot_machine import SIZE, SnapshotMachine
-from tools.make_checkpoint import make_checkpoint
-
-LENGTH = 200
-GPU_CUTS = range(1, LENGTH) if SOAK else (1, 2, 3, 31, 63, 64, 65, 66, 127, 128, 129, 150, 191, 192, 193, 197, 198, 199)
+from tests.test_snapshot_machine import GPU_SIZE, SIZE, GpuSnapshotMachine, SnapshotMachine
 
 
 class Restarts:
     """A model whose process ends and begins again, with nothing left but a directory."""
 
-    def __init__(self, directory: Path, budget: int = cases.PLENTY, disk: int = cases.PLENTY, **options: object) -> None:
-        self.directory, self.budget, self.disk, self.options, self.notes = directory, budget, disk, options, []
+    def __init__(self, directory: Path, budget: int = cases.PLENTY, make: Callable[..., ArrayModel] = cases.engine,
+                 **options: object) -> None:
+        self.directory, self.budget, self.make, self.options, self.notes = directory, budget, make, options, []
         self.begin()
 
     def begin(self) -> ArrayModel:
-        model = cases.engine(self.budget, **self.options)
-        self.tier = cases.tier(model, self.directory, self.disk, self.notes)
+        model = self.make(self.budget, **self.options)
+        self.tier = cases.tier(model, self.directory, notes=self.notes)
         model.snapshots.tier = self.tier
         self.model = model
         return model
@@ -56,16 +48,20 @@ class Restarts:
 
 
 def check(model: ArrayModel, ids: list[int], marks: tuple[int, ...] = ()) -> int:
-    """Ask for a whole prompt in a ruined session; the outcome is that of a cold run. Tokens that were cached."""
+    """Ask for a whole prompt in a ruined session; the outcome is that of the same calls, on the CPU that of a cold run. Tokens
+    that were cached."""
     session = poisoned(model)
-    assert outcome(session, session.prompt(ids, marks=marks)) == uninterrupted(model, ids)
+    found = outcome(session, session.prompt(ids, marks=marks))
+    assert found == uninterrupted(model, ids, session.trail)
+    assert model.gpu is not None or found == uninterrupted(model, ids)
     return session.cached_tokens
 
 
-@pytest.mark.parametrize("kv_format", ["f32", "f16", "q8_0"])
-def test_chats_go_on_after_each_restart(tmp_path, kv_format):
+@pytest.mark.parametrize(("make", "options"), [(cases.engine, {"kv_format": "f32"}), (cases.engine, {"kv_format": "q8_0"}),
+                                               (cases.gpu_engine, {})])
+def test_chats_go_on_after_each_restart(tmp_path, make, options):
     """By turns, with an edited last message, with reasoning left out of the history, and the same again."""
-    process = Restarts(tmp_path, kv_format=kv_format)
+    process = Restarts(tmp_path, make=make, **options)
     system = ids_for(40, 1)
     for chat in range(2):
         history = [*system, *ids_for(50 + 9 * chat, 10 + chat)]
@@ -113,48 +109,6 @@ def test_a_damaged_file_gives_way_to_the_next_best(tmp_path):
     assert check(model, ids) >= 50
 
 
-@pytest.fixture(scope="module")
-def on_gpu(tmp_path_factory):
-    """A model whose prompts go through the emulated GPU."""
-    directory = tmp_path_factory.mktemp("gpu")
-    sizes = {**SIZES, "layers": 4 if SOAK else 2, "key_dim": 32}
-    pack = convert(make_checkpoint(directory / "checkpoint", seed=5, **sizes), directory / "model.pack")
-    return Engine.load(pack, config=EngineConfig(threads=1, prefill="gpu", device="emulated", activations="f32", snapshot_ram=0))
-
-
-def ended(session: Session, logits: np.ndarray) -> dict[str, bytes]:
-    return raw(Snapshot(session.prefix, session.state, logits))
-
-
-def test_every_cut_of_a_prompt_through_a_file_on_the_gpu(on_gpu, tmp_path):
-    """The open chunk's rows and the state at its beginning come back as well, so that no cut changes a bit."""
-    ids = ids_for(LENGTH)
-    calls: dict[bool, dict[str, bytes]] = {}
-
-    def uncut(cut: int) -> dict[str, bytes]:
-        """One call, or two where one of them is a single token, which the CPU evaluates."""
-        is_single = cut in (1, LENGTH - 1)
-        if is_single or False not in calls:
-            session = on_gpu.session()
-            pieces = [ids[:cut], ids[cut:]] if is_single else [ids]
-            for piece in pieces:
-                logits = session.prefill(piece)
-            calls[is_single] = ended(session, logits)
-        return calls[is_single]
-
-    for cut in GPU_CUTS:
-        session = on_gpu.session()
-        session.prefill(ids[:cut])
-        before = tier_of_engine(on_gpu, tmp_path)
-        before.put(session.snapshot(), lambda: None)
-        before.flush()
-        after = tier_of_engine(on_gpu, tmp_path)
-        resumed = on_gpu.session()
-        resumed.restore(after.load(after.longest(Prefix([*ids[:cut], 0], session.path))))
-        assert resumed.trail == session.trail
-        assert ended(resumed, resumed.prefill(ids[cut:])) == uncut(cut), cut
-
-
 def flipped(data: bytes, order: random.Random) -> bytes:
     """With one wrong bit."""
     if not data:
@@ -164,14 +118,14 @@ def flipped(data: bytes, order: random.Random) -> bytes:
     return bytes(wrong)
 
 
-class RestartMachine(SnapshotMachine):
-    """The same over a disk tier, with restarts, files that are damaged, lost or of others, and another process beside."""
+class Restarting:
+    """What makes a machine one of restarts: a disk tier, files that are damaged, lost or of others, another process beside."""
 
     def make(self, budget: int) -> ArrayModel:
+        model = super().make(budget)
         if not hasattr(self, "directory"):
-            self.directory = Path(tempfile.mkdtemp())
-            self.disk = int(budget * 0.8)
-        model = cases.engine(budget, token_block=8)
+            self.directory, self.budget = Path(tempfile.mkdtemp()), budget
+            self.disk = int(0.8 * model.snapshots.holdings.budget)
         model.snapshots.tier = cases.tier(model, self.directory, self.disk)
         return model
 
@@ -188,7 +142,7 @@ class RestartMachine(SnapshotMachine):
         self.model.snapshots.tier.flush()
         self.patch.undo()
         self.patch = pytest.MonkeyPatch()
-        self.model = self.make(self.model.snapshots.holdings.budget)
+        self.model = self.make(self.budget)
         self.trace = cases.Tracer(self.model, self.patch)
         self.sessions = [Session(self.model) for _ in self.sessions]
         self.kept = []
@@ -235,5 +189,15 @@ class RestartMachine(SnapshotMachine):
         super().stays_in_its_budget()
 
 
+class RestartMachine(Restarting, SnapshotMachine):
+    """On the CPU."""
+
+
+class GpuRestartMachine(Restarting, GpuSnapshotMachine):
+    """Where the GPU reads prompts."""
+
+
 TestRestarts = RestartMachine.TestCase
 TestRestarts.settings = settings(SIZE, deadline=None, max_examples=SIZE.max_examples if SOAK else 20)
+TestGpuRestarts = GpuRestartMachine.TestCase
+TestGpuRestarts.settings = settings(GPU_SIZE, deadline=None, max_examples=GPU_SIZE.max_examples if SOAK else 4)
