@@ -134,7 +134,6 @@ class Boundaries:
         if layer not in self._delta or not self._places[block]:
             return None
         slot = self._next % RING
-        self._take(slot)
         self._wait(slot)
         arrays = self._layouts[block].within(self._buffer, slot * self._size)
         cuts = [place.position - self._begins[block] for place in self._places[block]]

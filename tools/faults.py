@@ -76,8 +76,8 @@ MODEL = (
     Fault(
         "a table of pages that moved goes unnoticed",
         "fermi_engine/state.py",
-        "return moved",
-        "return False",
+        "            self._point(len(self.keys) - 1)\n        return moved",
+        "            self._point(len(self.keys) - 1)\n        return False",
         "test:tests/test_model.py::test_a_table_that_grows_is_told",
     ),
     Fault(
@@ -111,8 +111,8 @@ MODEL = (
     Fault(
         "a copied state shares its conv tail",
         "fermi_engine/state.py",
-        "parts = [np.stack([getattr(state, name) for state in states]) for name in (\"conv\", \"recurrent\")]",
-        "parts = [[s.conv for s in states], np.stack([s.recurrent for s in states])]",
+        "[next(states) if isinstance(layer, DeltaState)",
+        "[DeltaState(layer.conv, next(states).recurrent) if isinstance(layer, DeltaState)",
         "stage:snapshot_resume",
     ),
     Fault(

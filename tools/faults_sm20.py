@@ -170,7 +170,7 @@ LAYERS = (
     Fault("queries for their own gate, sm_20", _LAYERS, "query_gate, dim, _heads", "query_gate, 0, _heads",
           "sm20:attention_block"),
     Fault("values taken from where keys are, sm_20", _LAYERS,
-          'self["conv"], 2 * c.linear_key_dim,', 'self["conv"], c.linear_key_dim,', "sm20:delta_net_block"),
+          'key, v, 2 * c.linear_key_dim,', 'key, v, c.linear_key_dim,', "sm20:delta_net_block"),
     Fault("up over gate, sm_20", _LAYERS, 'self["gate_up"], column=gate.rows)', 'self["gate_up"])',
           "sm20:mlp_block"),
     Fault("second matrices of experts read by token", _LAYERS,

@@ -202,11 +202,11 @@ class BlockOnDevice:
 
     def _recurrence(self, state: DeltaOnDevice, stops: StopsOnDevice | None) -> None:
         """The delta rule over all tokens, in parts that end where a state is wanted."""
-        k, column = self._k, 2 * self.config.linear_key_dim
+        c, k = self.config, self._k
         for begin, end in stops.parts(self.tokens) if stops else [(0, self.tokens)]:
             q, key, v, g, beta, out = (self[name].rows(begin, end - begin)
                                        for name in ("delta_q", "delta_k", "conv", "g", "beta", "delta"))
-            k.gdn_chunk(q, key, v, column, g, beta, state.carried, out, self["scratch"],
+            k.gdn_chunk(q, key, v, 2 * c.linear_key_dim, g, beta, state.carried, out, self["scratch"],
                         stops.final(end, state.final) if stops else state.final)
             if stops:
                 stops.chunk(k, end, state.carried)
