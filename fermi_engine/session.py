@@ -108,6 +108,7 @@ class Session:
             return self._append(prefix.ids[self.position :], progress, None, is_prompt=True)
         taking = Taking.plan(cache, prefix, self.state, marks, self._base(), self._trail)
         self.promise = taking.promise()
+        cache.tell(self.promise)
         try:
             logits = self._append(prefix.ids[self.position :], progress, taking)
             taking.take(self.state, self._trail[-1][1], logits)

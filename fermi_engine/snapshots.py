@@ -100,13 +100,14 @@ class SnapshotCache:
     tier: where they go beside memory, see Tier; None without one. `stats` counts, `costs` are measured.
     """
 
-    def __init__(self, budget: int, tier: Tier | None = None, costs: Costs | None = None) -> None:
+    def __init__(self, budget: int, tier: Tier | None = None, costs: Costs | None = None,
+                 note: Callable[[str], None] = report.note) -> None:
         self.tier, self.stats, self.costs = tier, Stats(), costs or Costs()
         self.holdings = Holdings(budget)
         self.lock = RLock()
         self._tree = PrefixTree()
         self._floor = 0.0  # worth of the last one evicted
-        self._clock = 0
+        self._note, self._has_told = note, False
 
     def __len__(self) -> int:
         return len(self._tree)
@@ -123,6 +124,12 @@ class SnapshotCache:
                 f"of {stats.hits} prompts not evaluated again, {stats.saved} saved in {1e3 * stats.save_s:.1f} ms, "
                 f"{stats.restored} restored in {1e3 * stats.restore_s:.1f} ms, {stats.evicted} evicted")
         return text + (f"; {promise}" if promise else "")
+
+    def tell(self, promise: str | None) -> None:
+        """Say what an edit costs where room has made boundaries wider than they should be; once is enough."""
+        if promise and not self._has_told:
+            self._has_told = True
+            self._note(f"snapshots: {promise}; --snapshot-ram above {report.size(self.holdings.budget)} leaves more of them")
 
     def lookup(self, prefix: Prefix) -> Snapshot | None:
         """The longest snapshot that `prefix` can go on from: of fewer tokens, or of all of them with logits."""

@@ -27,6 +27,7 @@ from fermi_engine.state import KVPages
 from tests.strategies import Draws
 from tests.tiny_models import quantised_model
 
+NOTES: list[str] = []  # what caches have said
 COSTS = {"save_s": 0.015, "token_s": 0.02}  # of the full model on the CPU: boundaries 64 tokens apart
 PLENTY = 1 << 30
 VOCAB = 45
@@ -44,7 +45,8 @@ def engine(budget: int | None = PLENTY, layers: str = "lfl", taps: int = 4, seed
     """A model on the CPU; budget: bytes for snapshots, None for none of them."""
     config = EngineConfig(**{"token_block": 16, "kv_block": 8, **options})
     decoder = Decoder(weights(layers, taps, seed), kernels.get(None, 1), config.activations)
-    cache = None if budget is None else SnapshotCache(budget, costs=Costs(**COSTS, frozen=True) if frozen else None)
+    costs = Costs(**COSTS, frozen=True) if frozen else None
+    cache = None if budget is None else SnapshotCache(budget, costs=costs, note=NOTES.append)
     return ArrayModel(decoder, config, f"arrays {layers} {taps} {seed}", snapshots=cache)
 
 

@@ -92,7 +92,11 @@ def test_a_smaller_budget_promises_less():
     assert 1.15 < ratio[40] < ratio[30]
     assert plan[2] == (1, "an edit recomputes up to 800 tokens more than it changes")
     session = Session(engine(12 * state + pages))
+    cases.NOTES.clear()
     session.prompt(ids_for(1500))
+    said = f"snapshots: {session.promise}; --snapshot-ram above "
+    session.prompt(ids_for(1400, 1))
+    assert [note[: len(said)] for note in cases.NOTES] == [said]
     assert session.promise in session.engine.snapshots.line(session.promise)
 
 

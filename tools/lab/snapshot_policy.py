@@ -89,6 +89,8 @@ def trace(seed: int, requests: int) -> Iterator[tuple[Request, np.ndarray]]:
 class Lru(SnapshotCache):
     """The same with the least recently used going first."""
 
+    _clock = 0
+
     def _touch(self, entry: Entry) -> None:
         self._clock += 1
         entry.start = self._clock
