@@ -230,7 +230,7 @@ class _Run:
         for name, host in (("x", x), ("positions", positions), ("inv_freq", rotary.inv_freq), ("axis", rotary.axis)):
             arrays[name].upload(owner.device, host, owner.compute, name)
         self.uploaded.record(owner.compute)
-        block = BlockOnDevice(owner.config, self.kernels, arrays, tokens, begin)
+        block = BlockOnDevice(owner.config, self.kernels, arrays, tokens, begin, self.state.kv_format)
         block.tables()
         return block
 

@@ -264,6 +264,11 @@ class HybridState:
         page = KVPages(c.num_key_value_heads, kv_block, c.head_dim, kv_format).page_bytes + np.dtype(np.uintp).itemsize
         return (len(c.layer_types) - attention) * delta + 2 * attention * page
 
+    @property
+    def kv_format(self) -> str:
+        """Of its keys and values; 'f32' where a model has none."""
+        return next((layer.format for layer in self.layers if isinstance(layer, KVPages)), "f32")
+
     def reserve(self, end: int) -> None:
         """Have room for the keys and values of all positions before `end`, those from `position` on to be written."""
         for layer in self.layers:

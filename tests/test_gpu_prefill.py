@@ -80,6 +80,18 @@ def test_a_prompt_in_pieces_gives_the_bits_of_one(engines, plain, cuts):
     assert outcome(hidden, state) == plain["moe"]
 
 
+@pytest.mark.parametrize("kv_format", ["f16", "q8_0"])
+@pytest.mark.parametrize("cut", [1, 64, 149])
+def test_rounded_keys_know_no_cuts_either(engines, kv_format, cut):
+    """What a pass attends to is what the host keeps, so that a pass that finds it there sees the same."""
+    engine, ids = engines["moe"], ids_for(engines["moe"])
+    whole, state = fresh(engine, kv_format), fresh(engine, kv_format)
+    expected = outcome(hybrid(engine).run(ids, whole), whole)
+    prefill = hybrid(engine)
+    prefill.run(ids[:cut], state)
+    assert outcome(prefill.run(ids[cut:], state), state) == expected
+
+
 # streams
 
 

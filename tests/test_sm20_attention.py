@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from fermi_engine import kernels
 from fermi_engine import stage_gpu as gpu
 from fermi_engine.compare import Arrays, Case, Exact
 from fermi_engine.device_run import DeviceRun
@@ -23,6 +24,7 @@ from fermi_engine.kernels.device_arrays import DeviceMatrix
 from fermi_engine.kernels.gpu import open_device
 from fermi_engine.kernels.sm20_attention import HEAD_DIM_STEP, PAIRS, DeviceCache
 from fermi_engine.stages import find_stage
+from fermi_engine.state import KVPages
 from tests.devices import on_devices
 from tests.stages import ORACLES
 
@@ -87,6 +89,27 @@ def attention_inputs(tokens: int, start: int, heads: int, kv_heads: int, head_di
     """q [T, HQ, D], k and v [start + T, HK, D]."""
     rng = np.random.default_rng(tokens + 1000 * start + heads)
     return floats(rng, tokens, heads, head_dim), *(floats(rng, start + tokens, kv_heads, head_dim) for _ in "kv")
+
+
+@pytest.mark.parametrize("format", ["f32", "f16", "q8_0"])
+def test_the_cache_holds_what_the_hosts_stands_for(run: DeviceRun, format: str) -> None:
+    """Blocks of every size of number, of zeros, ties, beyond halves, infinite and NaN; a second time nothing changes."""
+    rng = np.random.default_rng(3)
+    rows = (floats(rng, 40, 2, 64) * np.exp2(rng.integers(-130, 120, (40, 2, 1)))).astype(np.float32)
+    rows[30], rows[31] = 0, np.arange(128).reshape(2, 64) - 63.5
+    rows[32, 0, 5], rows[33, 1, 40], rows[34] = np.nan, np.inf, 65519
+    pages = KVPages(2, 16, 64, format)
+    pages.reserve(40)
+    kernels.get().kv_append(pages, np.array([0], np.int64), rows, -rows)
+    host = [part.transpose(1, 0, 2) for part in pages.filled(40)]
+    cache = empty_cache(run, 2, 40, 64)
+    run.tokens.kv_append(cache, 0, run.put(rows), run.put(-rows), format)
+    for mine, theirs in zip((cache.k, cache.v), host, strict=True):
+        assert np.array_equal(run.get(mine), theirs, equal_nan=True)
+    again = empty_cache(run, 2, 40, 64)
+    run.tokens.kv_append(again, 0, *(run.put(np.ascontiguousarray(part.transpose(1, 0, 2))) for part in host), format)
+    for mine, theirs in zip((again.k, again.v), host, strict=True):
+        assert np.array_equal(run.get(mine), theirs, equal_nan=True)
 
 
 CUTS = ((0, 150), (0, 1, 150), (0, 64, 65, 128, 150), (0, 127, 129, 149, 150), (0, 21, 22, 86, 150))

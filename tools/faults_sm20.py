@@ -104,6 +104,10 @@ ROWS = (
 ATTENTION = (
     Fault("new keys to the cache's begin", f"{_SM20}kv_append.cu", "a.capacity + a.start + token", "a.capacity + token",
           "sm20:kv_append"),
+    Fault("a scale that is not rounded to half", f"{_SM20}kv_append.cu", "code * half_to_float((uint16_t)scale)",
+          "code * (largest / 127.0f)", "test:tests/test_sm20_attention.py::test_the_cache_holds_what_the_hosts_stands_for"),
+    Fault("keys attended to before they are rounded", "fermi_engine/gpu_prefill.py", ", begin, self.state.kv_format)", ", begin)",
+          "test:tests/test_gpu_prefill.py::test_rounded_keys_know_no_cuts_either"),
     Fault("a token does not see itself", f"{_SM20}attention.cu", "(int)a.start + token + 1;", "(int)a.start + token;",
           "sm20:attention"),
     Fault("a token sees the next one's value", f"{_SM20}attention.cu", "if (begin < seen[row_step(i)])",

@@ -104,13 +104,18 @@ ENTRY(dequantize, dequantize_f16, dequantize_rows_args)
 ENTRY(gemv_rows, gemv_rows_q4_0, gemm_args)
 ENTRY(gemv_rows, gemv_rows_q8_0, gemm_args)
 
-/* Keys and values of new tokens into the cache: row (token t, key head h) to position start + t of head h. Any grid,
- * block 256; tokens * kv_heads * head_dim < 2^31. */
+/* Keys and values of new tokens into the cache: row (token t, key head h) to position start + t of head h, as what a host's
+ * cache in `format` makes of it (csrc/kernels.h, kv_append), so that keys that were kept there and came back are the same.
+ * KV_Q8_0 wants head_dim to be a multiple of 32. Any grid, block 256; tokens * kv_heads * head_dim < 2^31. */
+#define KV_F32 0
+#define KV_F16 1
+#define KV_Q8_0 2
+
 typedef struct {
     const float *k, *v;       /* [tokens, kv_heads, head_dim] */
     float *k_cache, *v_cache; /* [kv_heads, capacity, head_dim] */
     int64_t start, tokens;    /* start + tokens <= capacity */
-    int64_t kv_heads, head_dim, capacity;
+    int64_t kv_heads, head_dim, capacity, format;
 } kv_append_args;
 ENTRY(kv_append, kv_append, kv_append_args)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fermi_engine.kernels.cpu import KV_FORMATS
 from fermi_engine.kernels.device_arrays import DeviceArray, DeviceMatrix
 from fermi_engine.kernels.gpu import Device, Stream, Work
 
@@ -78,13 +79,17 @@ class AttentionKernels:
         if elements:
             self._start(entry, (min(-(-elements // BLOCK), MAX_GRID), 1), BLOCK, args, Work(bytes=nbytes))
 
-    def kv_append(self, cache: DeviceCache, start: int, key: DeviceArray, value: DeviceArray) -> None:
-        """key, value [T, HK, D] into the cache at positions start, start + 1, ..."""
+    def kv_append(self, cache: DeviceCache, start: int, key: DeviceArray, value: DeviceArray, format: str = "f32") -> None:
+        """key, value [T, HK, D] into the cache at positions start, start + 1, ..., rounded as a host's cache in `format` rounds
+        them; D is a multiple of 32 for 'q8_0'."""
         tokens, heads, head_dim = key.shape
+        if format == "q8_0" and head_dim % HEAD_DIM_STEP:
+            raise ValueError(f"kv_append: q8_0 keys of {head_dim}, a multiple of {HEAD_DIM_STEP} is needed")
         _same("kv_append: keys and values", key.shape, value.shape)
         _room("kv_append", cache, start, tokens, heads, head_dim)
         args = {"k": _at(key), "v": _at(value), "k_cache": _at(cache.k), "v_cache": _at(cache.v), "start": start,
-                "tokens": tokens, "kv_heads": heads, "head_dim": head_dim, "capacity": cache.capacity}
+                "tokens": tokens, "kv_heads": heads, "head_dim": head_dim, "capacity": cache.capacity,
+                "format": KV_FORMATS.index(format)}
         self._walk("kv_append", key.size, args, 4.0 * key.nbytes)
 
     def attention(self, q: DeviceArray, cache: DeviceCache, start: int, scale: float, out: DeviceArray) -> None:

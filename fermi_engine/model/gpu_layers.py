@@ -156,9 +156,10 @@ def tile_rows(c: ModelConfig, tokens: int) -> int:
 class BlockOnDevice:
     """One block of tokens on its way through the layers: x [T, H] lies in its arrays and is replaced layer by layer."""
 
-    def __init__(self, c: ModelConfig, kernels: Kernels, arrays: dict[str, DeviceArray], tokens: int, start: int) -> None:
-        """arrays: of Activations for `tokens`; start: position of the first token."""
-        self.config, self.tokens, self.start = c, tokens, start
+    def __init__(self, c: ModelConfig, kernels: Kernels, arrays: dict[str, DeviceArray], tokens: int, start: int,
+                 kv_format: str = "f32") -> None:
+        """arrays: of Activations for `tokens`; start: position of the first token; kv_format: of the host's cache."""
+        self.config, self.tokens, self.start, self.kv_format = c, tokens, start, kv_format
         self._k, self._a, self._arrays = kernels.rows, kernels.tokens, arrays
         self.work: DeviceExpertRows | None = None
         if c.num_experts:
@@ -223,7 +224,7 @@ class BlockOnDevice:
         k.rms_norm(_heads(self["key_raw"]), w["k_norm"], c.rms_norm_eps, _heads(self["key"]))
         for name in ("query", "key"):
             k.rope(self[name], self["cos"], self["sin"])
-        self._a.kv_append(cache, self.start, self["key"], self["value"])
+        self._a.kv_append(cache, self.start, self["key"], self["value"], self.kv_format)
         self._a.attention(self["query"], cache, self.start, 1.0 / math.sqrt(dim), self["attention"])
         k.sigmoid_mul(_heads(self["attention"]), query_gate, dim, _heads(self["gated"]))
         k.gemm(self["gated"].reshape(tokens, heads * dim), w["o_proj"], self["branch"])
