@@ -99,7 +99,7 @@ class Session:
         snapshots behind: at boundaries, at the end, and at `marks`, positions where messages end, the first of them the end of
         what many prompts share. `cached_tokens` says how many were not evaluated. Raises as `prefill`, before any work.
         """
-        prefix = Prefix(self._checked(ids, 0), self.path)
+        prefix, self.promise = Prefix(self._checked(ids, 0), self.path), None
         logits = self.resume(prefix)
         if logits is not None:
             return logits
