@@ -75,11 +75,12 @@ class Decoder:
 
     def forward(
         self, ids: Tensor | list[int], state: list[LayerState] | None = None, positions: Tensor | None = None,
-        trace: Trace | None = None,
+        trace: Trace | None = None, embedded: Tensor | None = None,
     ) -> tuple[Tensor, list[LayerState]]:
         """ids [T] after `state` (left as it is) -> logits [T, vocab], new state.
 
-        positions int [3, T]; by default the tokens count on from the cached keys, on all three axes.
+        positions int [3, T]; by default the tokens count on from the cached keys, on all three axes. embedded [T, H]
+        stands for the embeddings of ids where some are those of images.
         """
         ids, trace = torch.as_tensor(ids), trace or _silent
         state = self.initial_state() if state is None else state
@@ -87,7 +88,7 @@ class Decoder:
             past = max((len(layer["k"]) for layer in state if "k" in layer), default=0)
             positions = torch.arange(past, past + len(ids)).expand(3, -1)
         cos, sin = self.rope_tables(positions)
-        x = self.embed(ids)
+        x = self.embed(ids) if embedded is None else embedded
         trace("embed", x)
         new_state = []
         for i, layer_state in enumerate(state):

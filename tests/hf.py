@@ -20,11 +20,12 @@ from transformers import PreTrainedModel
 from fermi_engine.config import ModelConfig
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
+IMAGE_HALVES = ("model.visual.", "model.vision_tower.", "model.merger.")
 VOCAB = 299
 LAYERS = 8
 
 
-def _text_fields(moe: bool, value_head_ratio: int, tied: bool) -> dict:
+def text_fields(moe: bool, value_head_ratio: int, tied: bool) -> dict:
     """Sizes that unmask faults: head_dim != hidden / heads, K != V, two kv heads, widths that differ from
     each other."""
     ffn = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
@@ -52,7 +53,7 @@ def build(
     implementations only.
     """
     family = "Qwen3_5Moe" if moe else "Qwen3_5"
-    fields = _text_fields(moe, value_head_ratio, tied)
+    fields = text_fields(moe, value_head_ratio, tied)
     if wrapped:
         vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
                   "out_hidden_size": 64, "num_position_embeddings": 16}
@@ -123,12 +124,11 @@ def save(model: PreTrainedModel, path: Path, fused: bool) -> None:
 
 
 def canonical_params(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Copies of the text weights by canonical name, without the vision tower and without a head tied to the
-    embedding."""
+    """Copies of the text weights by canonical name, without the image half and without a head tied to the embedding."""
     tied = model.config.tie_word_embeddings
     params = {}
     for name, value in model.state_dict().items():
-        if ".visual." in name or (tied and name == "lm_head.weight"):
+        if name.startswith(IMAGE_HALVES) or (tied and name == "lm_head.weight"):
             continue
         prefix = next((p for p in PREFIXES if name.startswith(p)), "")
         params[name[len(prefix):]] = value.detach().to(dtype, copy=True)
