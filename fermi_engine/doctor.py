@@ -24,7 +24,6 @@ EXTRAS = (  # package, extra that brings it, what needs it
     ("pycuda", "cuda", "the GPU backend"),
     ("starlette", "server", "the HTTP server"),
     ("uvicorn", "server", "the HTTP server"),
-    ("PIL", "vision", "images"),
 )
 
 
@@ -178,8 +177,7 @@ def _examine_gpu(found: Findings) -> None:
 def _examine_extras(found: Findings) -> None:
     for package, extra, purpose in EXTRAS:
         if importlib.util.find_spec(package) is None:
-            name = "pillow" if package == "PIL" else package
-            found.missing.append(f"{name} (for {purpose}): pip install 'fermi-engine[{extra}]'")
+            found.missing.append(f"{package} (for {purpose}): pip install 'fermi-engine[{extra}]'")
     if not _loads("libcuda.so.1"):
         found.missing.append("NVIDIA driver (for the GPU backend): libcuda.so.1 does not load; install the driver "
                              "that supports your card (Fermi cards: series 390 is the last)")

@@ -38,6 +38,10 @@ class RequestError(FermiError):
     """A prompt or a setting that cannot be served: too long, unknown ids, NaN settings."""
 
 
+class ImageError(FermiError):
+    """An image that cannot be read, or whose size the model does not take."""
+
+
 class VerifyError(FermiError):
     """Golden files or a dump that cannot be replayed."""
 

@@ -180,7 +180,7 @@ def test_system_packages_accepts_this_interpreter(tmp_path: Path) -> None:
 
 
 def test_missing_packages_come_with_their_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    present = {"starlette", "PIL"}
+    present = {"starlette"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in present else None)
     monkeypatch.setattr(doctor, "_loads", lambda library: False)
     missing = doctor.examine().missing

@@ -23,6 +23,9 @@ STDLIB = set(sys.stdlib_module_names)
 TIERS = (
     ("errors", "compare", "report", "background", "snapshot_directory"),
     ("config", "formats", "safetensors_header", "tokenizer"),
+    ("images", "image_plans"),
+    ("image_patches",),
+    ("image_prompt",),
     ("boundaries", "prefix", "shapes", "pack_layout", "tokenizer_ahead", "array_weights", "chat", "kernels", "rules", "state",
      "pages"),
     ("model", "checkpoint", "pack", "numa", "sampling", "prefix_tree", "snapshot_budget", "placement"),
