@@ -173,13 +173,13 @@ KERNELS = (
     Fault(
         "kv head of the neighbour",
         "csrc/ssse3/attention.c",
-        "(kv_head * a->page_tokens + offset) * bytes",
-        "((kv_head + 1) % a->kv_heads * a->page_tokens + offset) * bytes",
+        "kv_source_of(a, kv_head);",
+        "kv_source_of(a, (kv_head + 1) % a->kv_heads);",
         "stage:attention",
     ),
     Fault(
         "tokens that share a pass see what the last one sees",
-        "csrc/ssse3/attention.c",
+        "csrc/ssse3/attention_rows.h",
         "return row->seen - b->first < b->n ? row->seen - b->first : b->n;",
         "return b->n + 0 * row->seen;",
         "test:tests/test_model.py::test_tokens_that_run_together_see_no_later_ones",

@@ -53,6 +53,34 @@ INLINE void kv_put_codes(void (*quantize)(const quantize_q8_0_args *, int64_t, i
     }
 }
 
+/* Where the keys and values of one head lie that some queries read: position p in page p / page_tokens, there `offset` bytes
+ * from the beginning on, `step` bytes apart. */
+typedef struct {
+    void *const *k_pages, *const *v_pages;
+    int64_t page_tokens, offset, step, head_dim, format;
+    float scale;
+} kv_source;
+
+/* Key head `kv_head` of a paged cache. */
+INLINE kv_source kv_source_of(const attention_args *a, int64_t kv_head)
+{
+    int64_t bytes = kv_row_bytes(a->format, a->head_dim);
+    return (kv_source){a->k_pages, a->v_pages, a->page_tokens, kv_head * a->page_tokens * bytes, bytes, a->head_dim, a->format, a->scale};
+}
+
+/* The rows of positions first..first+n. */
+INLINE void kv_rows(const kv_source *a, void *const *pages, int64_t first, int64_t n, const uint8_t **rows)
+{
+    int64_t page = first / a->page_tokens, at = first % a->page_tokens;
+    for (int64_t j = 0; j < n; j++) {
+        rows[j] = (const uint8_t *)pages[page] + a->offset + at * a->step;
+        if (++at == a->page_tokens) {
+            at = 0;
+            page++;
+        }
+    }
+}
+
 /* Where pages hold this head of this position. */
 INLINE uint8_t *kv_row(void *const *pages, int64_t page_tokens, int64_t row_bytes, int64_t kv_head, int64_t position)
 {
