@@ -9,8 +9,8 @@
  *  - an output element is summed in one fixed order, whatever the number of tokens that run together;
  *  - sums along a row of n floats ("lane sums") use 16 virtual lanes: element i goes to lane i % 16, lanes add in
  *    order of i starting from +0.0, then the tree l[j] += l[j+8], l[j] += l[j+4], l[j] += l[j+2], l[0] + l[1];
- *  - only IEEE add, sub, mul, div, sqrt and integer operations, never contracted; exp, log1p, sin and cos are those
- *    of math.h in the backend's folder; rsqrtps and rcpps are banned because vendors disagree on their bits;
+ *  - only IEEE add, sub, mul, div, sqrt and integer operations, never contracted; exp, log1p, sin, cos and both GELUs are
+ *    those of math.h in the backend's folder; rsqrtps and rcpps are banned because vendors disagree on their bits;
  *  - products are rounded before they are added: acc = acc + (x * y).
  * Rows need no alignment beyond that of their element type. Sizes are in elements unless a name says bytes.
  */
@@ -89,6 +89,15 @@ typedef struct {
     int64_t n, x_stride, y_stride;
     float eps, offset;
 } rms_norm_args;
+
+/* c = x - mean(x); y = (c * (1 / sqrt(mean(c^2) + eps))) * w + b, each mean = lane sum / n; item = row. */
+typedef struct {
+    const float *x;       /* [rows, n] */
+    const float *w, *b;   /* [n] */
+    float *y;             /* [rows, n] */
+    int64_t n;
+    float eps;
+} layer_norm_args;
 
 /* y = (o * (1 / sqrt(mean(o^2) + eps)) * w) * silu(z); item = row. Norm and output gate of Gated DeltaNet. */
 typedef struct {
@@ -187,6 +196,16 @@ typedef struct {
     float scale;
 } attention_args;
 
+/* Attention without a cache, in which a token sees all of its window: a whole image, or a few neighbours. item = (token, head)
+ * = token * heads + head. Windows of `window` tokens lie end to end. Blocks of 64 positions, counted from the beginning of a
+ * window, merge as in attention. q, k, v and o must not overlap. */
+typedef struct {
+    const float *q, *k, *v;   /* [tokens, heads, head_dim] */
+    float *o;                 /* [tokens, heads, head_dim] */
+    int64_t heads, head_dim, window;
+    float scale;
+} full_attention_args;
+
 /* The k experts of highest logit (equal: lower id first), in that order, and softmax over the chosen:
  * weight = exp(l - l_first) / (sum of those in order). item = token. Logits are finite. */
 typedef struct {
@@ -241,6 +260,20 @@ typedef struct {
     float *y;
 } add_args;
 
+/* x = x + b in place; item = row. */
+typedef struct {
+    float *x;         /* [rows, n] */
+    const float *b;   /* [n] */
+    int64_t n;
+} add_bias_args;
+
+/* y = (x[0] + x[1] + ...) / group, in that order; item = row of y. */
+typedef struct {
+    const float *x;   /* [rows, group, n] */
+    float *y;         /* [rows, n] */
+    int64_t group, n;
+} group_mean_args;
+
 #ifndef KERNEL
 #define KERNEL(op, args) \
     void scalar_##op(const args *a, int64_t begin, int64_t end); \
@@ -253,6 +286,8 @@ KERNEL(exp_f32, map_args)
 KERNEL(log1p_f32, map_args)
 KERNEL(sin_f32, map_args)
 KERNEL(cos_f32, map_args)
+KERNEL(gelu_tanh, map_args)
+KERNEL(gelu_erf, map_args)
 KERNEL(quantize_q8_0, quantize_q8_0_args)
 KERNEL(gemv_q4_0_q8_0, matmul_q8_args)
 KERNEL(gemm_q4_0_q8_0, matmul_q8_args)
@@ -265,6 +300,7 @@ KERNEL(dequantize_q8_0, dequantize_args)
 KERNEL(dequantize_f16, dequantize_args)
 KERNEL(gemm_f32, gemm_f32_args)
 KERNEL(rms_norm, rms_norm_args)
+KERNEL(layer_norm, layer_norm_args)
 KERNEL(gated_rms_norm, gated_rms_norm_args)
 KERNEL(l2_norm, l2_norm_args)
 KERNEL(gdn_gates, gdn_gates_args)
@@ -274,12 +310,15 @@ KERNEL(rope_tables, rope_tables_args)
 KERNEL(rope, rope_args)
 KERNEL(kv_append, kv_append_args)
 KERNEL(attention, attention_args)
+KERNEL(full_attention, full_attention_args)
 KERNEL(router_topk, router_topk_args)
 KERNEL(expert_rows, expert_rows_args)
 KERNEL(swiglu, swiglu_args)
 KERNEL(sigmoid_mul, sigmoid_mul_args)
 KERNEL(moe_combine, moe_combine_args)
 KERNEL(add, add_args)
+KERNEL(add_bias, add_bias_args)
+KERNEL(group_mean, group_mean_args)
 
 /* One op of a list: items [0, n), handed out `grain` at a time. */
 typedef void (*kernel_fn)(const void *args, int64_t begin, int64_t end);

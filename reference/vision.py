@@ -22,13 +22,18 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def gelu_tanh(x: Tensor) -> Tensor:
     """x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))): the activation inside the blocks of both towers, and of MiniCPM's window
     merger. Hendrycks, Gimpel, "Gaussian Error Linear Units" (arXiv 1606.08415), section 2.
+
+    Half of 1 + tanh(u) is the logistic of 2u, which does not cancel.
     """
-    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x.pow(3))))
+    return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x.pow(3)))
 
 
 def gelu_erf(x: Tensor) -> Tensor:
-    """x/2 (1 + erf(x / sqrt 2)), the same section: the activation of both models' last merger."""
-    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+    """x/2 (1 + erf(x / sqrt 2)), the same section: the activation of both models' last merger.
+
+    1 + erf(z) is erfc(-z), which does not cancel.
+    """
+    return 0.5 * x * torch.erfc(-x / math.sqrt(2))
 
 
 def biased(x: Tensor, weight: Tensor | QuantMatrix, bias: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""exp, log1p, sin, cos of the kernels: accuracy over every exponent and sign, exact limits, equal bits.
+"""exp, log1p, sin, cos and both GELUs of the kernels: accuracy over every exponent and sign, exact limits, equal bits.
 
 ULP limits: the largest errors of the sweep that csrc/scalar/math.h describes, rounded up. One ulp is the spacing
 of float32 at the exact value, never below 2^-149. The judge is NumPy in float64, whose own error is below 1e-8 of
@@ -7,6 +7,8 @@ that.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -14,10 +16,23 @@ from fermi_engine import kernels
 from fermi_engine.kernels import dispatch
 
 BACKENDS = [backend.name for backend in dispatch.BACKENDS]
-EXACT = {"exp_f32": np.exp, "log1p_f32": np.log1p, "sin_f32": np.sin, "cos_f32": np.cos}
-ULP = {"exp_f32": 0.891, "log1p_f32": 0.501, "sin_f32": 0.503, "cos_f32": 0.503}
-# The same where the result is subnormal: exp rounds twice there, the others return x.
-SUBNORMAL_ULP = {"exp_f32": 0.751, "log1p_f32": 0.5, "sin_f32": 0.5, "cos_f32": 0.5}
+
+
+def gelu_tanh(x: np.ndarray) -> np.ndarray:
+    """x/2 (1 + tanh(u)) without cancellation."""
+    return x / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def gelu_erf(x: np.ndarray) -> np.ndarray:
+    """x/2 (1 + erf(x / sqrt 2)) without cancellation."""
+    return x / 2 * np.vectorize(math.erfc)(-x / math.sqrt(2))
+
+
+EXACT = {"exp_f32": np.exp, "log1p_f32": np.log1p, "sin_f32": np.sin, "cos_f32": np.cos, "gelu_tanh": gelu_tanh,
+         "gelu_erf": gelu_erf}
+ULP = {"exp_f32": 0.891, "log1p_f32": 0.501, "sin_f32": 0.503, "cos_f32": 0.503, "gelu_tanh": 0.505, "gelu_erf": 0.518}
+# The same where the result is subnormal: exp rounds twice there, log1p and sin return x.
+SUBNORMAL_ULP = {"exp_f32": 0.751, "log1p_f32": 0.5, "sin_f32": 0.5, "cos_f32": 0.5, "gelu_tanh": 0.502, "gelu_erf": 0.504}
 INF, NAN, TINY = np.inf, np.nan, 2.0**-149
 BELOW_MINUS_ONE = -1.0 - 2.0**-23
 
@@ -27,6 +42,7 @@ CORNERS = (
     -1.0, -0.29289322, 0.41421356, 2.0**-29,  # log1p: start, both ends of k = 0, where 1 + x starts to round
     0.78539816, 1.57079633, 3.14159265, 355.0, 103993.0,  # sin, cos: quadrants, multiples of pi nearly met
     2.0**24, 2.0**25, 3.0e38,  # sin, cos: the two reductions
+    10.1, 10.6, 13.1, 14.4, 15.0, 17.0,  # GELUs: where results become subnormal and vanish, the end of the polynomial
 )
 LIMITS = {
     "exp_f32": [(INF, INF), (-INF, 0.0), (0.0, 1.0), (-0.0, 1.0), (TINY, 1.0), (88.73, INF), (3.4e38, INF),
@@ -35,6 +51,10 @@ LIMITS = {
                   (BELOW_MINUS_ONE, NAN), (-1.5, NAN), (-INF, NAN)],
     "sin_f32": [(0.0, 0.0), (-0.0, -0.0), (TINY, TINY), (-TINY, -TINY), (INF, NAN), (-INF, NAN)],
     "cos_f32": [(0.0, 1.0), (-0.0, 1.0), (TINY, 1.0), (INF, NAN), (-INF, NAN)],
+    "gelu_tanh": [(0.0, 0.0), (-0.0, -0.0), (INF, INF), (-INF, NAN), (20.0, 20.0), (-20.0, -0.0), (3.4e38, 3.4e38),
+                  (-3.4e38, -0.0)],
+    "gelu_erf": [(0.0, 0.0), (-0.0, -0.0), (INF, INF), (-INF, NAN), (20.0, 20.0), (-20.0, -0.0), (3.4e38, 3.4e38),
+                 (-3.4e38, -0.0)],
 }
 
 

@@ -151,6 +151,14 @@ def test_the_window_merger_stands_behind_the_layer_that_the_configuration_names(
         assert error(vision_minicpm.MiniCpmVision(wrong, reference.params).forward(patches, [(8, 4)], "16x"), exact) > 0.01
 
 
+def test_both_gelus_are_those_of_torch():
+    x = torch.linspace(-9, 9, 10001, dtype=torch.float64)
+    for ours, name in ((vision.gelu_tanh, "tanh"), (vision.gelu_erf, "none")):
+        theirs = torch.nn.functional.gelu(x, approximate=name)
+        assert (ours(x) - theirs).abs().max() < 9 * 2.0**-51  # of 1 + tanh or erf near -1
+    assert (vision.gelu_tanh(x) - vision.gelu_erf(x)).abs().max() > 4e-4
+
+
 def test_images_do_not_see_each_other():
     model = qwen_model(False)
     reference = hf_vision.qwen_reference(model, torch.float64)

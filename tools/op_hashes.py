@@ -49,12 +49,15 @@ def _maps(k: CpuKernels, d: Draw) -> dict[str, list[np.ndarray]]:
         "sin_f32": [k.sin_f32(wide), k.sin_f32(wide * np.float32(1000))],
         "cos_f32": [k.cos_f32(wide), k.cos_f32(wide * np.float32(1000))],
         "add": [k.add(wide, wide[::-1].copy())],
+        "gelu_tanh": [k.gelu_tanh(wide), k.gelu_tanh(d.f32(4099, scale=16.0)), k.gelu_tanh(tiny)],
+        "gelu_erf": [k.gelu_erf(wide), k.gelu_erf(d.f32(4099, scale=16.0)), k.gelu_erf(tiny)],
     }
 
 
 def _rows(k: CpuKernels, d: Draw) -> dict[str, list[np.ndarray]]:
     out: dict[str, list[np.ndarray]] = {
-        name: [] for name in ("rms_norm", "gated_rms_norm", "l2_norm", "swiglu", "sigmoid_mul", "gemm_f32")
+        name: [] for name in ("rms_norm", "layer_norm", "gated_rms_norm", "l2_norm", "swiglu", "sigmoid_mul", "gemm_f32",
+                              "add_bias", "group_mean")
     }
     for n in LENGTHS:
         x, w, z = d.f32(5, n, scale=9.0), d.f32(n), d.f32(5, n, scale=30.0)
@@ -64,6 +67,9 @@ def _rows(k: CpuKernels, d: Draw) -> dict[str, list[np.ndarray]]:
         out["swiglu"].append(k.swiglu(np.concatenate([z, x], axis=1)))
         out["sigmoid_mul"].append(k.sigmoid_mul(x, np.concatenate([x, z], axis=1), n))
         out["gemm_f32"].append(k.gemm_f32(x, d.f32(n + 2, n)))
+        out["layer_norm"].append(k.layer_norm(x, w, z[0].copy(), 1e-6))
+        out["add_bias"].append(k.add_bias(z, w))
+        out["group_mean"].append(k.group_mean(d.f32(12, n), 4))
     return out
 
 
@@ -116,7 +122,7 @@ def _delta(k: CpuKernels, d: Draw) -> dict[str, list[np.ndarray]]:
 
 
 def _attention(k: CpuKernels, d: Draw) -> dict[str, list[np.ndarray]]:
-    out: dict[str, list[np.ndarray]] = {"rope_tables": [], "rope": [], "kv_append": [], "attention": []}
+    out: dict[str, list[np.ndarray]] = {"rope_tables": [], "rope": [], "kv_append": [], "attention": [], "full_attention": []}
     for start, tokens, heads, kv_heads, head_dim, page in (
         (0, 1, 1, 1, 8, 4),
         (62, 5, 4, 2, 24, 7),
@@ -136,6 +142,9 @@ def _attention(k: CpuKernels, d: Draw) -> dict[str, list[np.ndarray]]:
             k.kv_append(cache, np.zeros(1, np.int64), key, value)
             out["kv_append"] += [*cache.keys, *cache.values]
             out["attention"].append(k.attention(q, cache, np.array([start], np.int64), 0.25))
+    for tokens, heads, head_dim, window in ((1, 1, 8, 1), (8, 3, 20, 4), (70, 2, 72, 70), (260, 2, 72, 130)):
+        q, key, value = (d.f32(tokens, heads, head_dim, scale=2.0) for _ in range(3))
+        out["full_attention"].append(k.full_attention(q, key, value, window, 0.25))
     return out
 
 

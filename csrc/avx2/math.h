@@ -134,6 +134,72 @@ INLINE AVX2 __m256 v_cos(__m256 x)
     return v_trig(x, 1);
 }
 
+INLINE AVX2 __m256d v_exp_pd(__m256d v)
+{
+    __m256d t = _mm256_add_pd(_mm256_mul_pd(v, _mm256_set1_pd(LOG2_E_64)), _mm256_set1_pd(TRIG_ROUND));
+    __m256d n = _mm256_sub_pd(t, _mm256_set1_pd(TRIG_ROUND));
+    __m256d r = _mm256_sub_pd(v, _mm256_mul_pd(n, _mm256_set1_pd(LN2_HI_64)));
+    r = _mm256_sub_pd(r, _mm256_mul_pd(n, _mm256_set1_pd(LN2_LO_64)));
+    __m256d p = mul_add_const_pd(1.0 / 5040, r, _mm256_set1_pd(1.0 / 40320));
+    p = mul_add_const_pd(1.0 / 720, r, p);
+    p = mul_add_const_pd(1.0 / 120, r, p);
+    p = mul_add_const_pd(1.0 / 24, r, p);
+    p = mul_add_const_pd(1.0 / 6, r, p);
+    p = mul_add_const_pd(1.0 / 2, r, p);
+    p = mul_add_const_pd(1.0, r, p);
+    p = mul_add_const_pd(1.0, r, p);
+    __m256i power = _mm256_slli_epi64(_mm256_add_epi64(_mm256_castpd_si256(t), _mm256_set1_epi64x(1023)), 52);
+    return _mm256_mul_pd(p, _mm256_castsi256_pd(power));
+}
+
+INLINE AVX2 __m256d gelu_tanh_pd(__m256d d)
+{
+    __m256d c = mul_add_const_pd(GELU_C1, _mm256_set1_pd(GELU_C3), _mm256_mul_pd(d, d));
+    __m256d v = _mm256_xor_pd(_mm256_mul_pd(d, c), _mm256_set1_pd(-0.0));
+    __m256d w = _mm256_min_pd(_mm256_set1_pd(GELU_FAR), v); /* minpd and maxpd return the second operand when one is NaN */
+    w = _mm256_max_pd(_mm256_set1_pd(GELU_NEAR), w);
+    __m256d far = _mm256_cmp_pd(v, _mm256_set1_pd(GELU_FAR), _CMP_GT_OQ);
+    __m256d e = _mm256_blendv_pd(v_exp_pd(w), _mm256_set1_pd((double)F32_INF), far);
+    return _mm256_div_pd(d, _mm256_add_pd(_mm256_set1_pd(1.0), e));
+}
+
+INLINE AVX2 __m256d gelu_erf_pd(__m256d d)
+{
+    __m256d one = _mm256_set1_pd(1.0), a = _mm256_andnot_pd(_mm256_set1_pd(-0.0), d);
+    __m256d q = _mm256_div_pd(one, _mm256_add_pd(a, _mm256_set1_pd(3.0)));
+    __m256d t = _mm256_sub_pd(one, _mm256_mul_pd(_mm256_set1_pd(6.0), q));
+    __m256d p = mul_add_const_pd(GELU_P9, t, _mm256_set1_pd(GELU_P10));
+    p = mul_add_const_pd(GELU_P8, t, p);
+    p = mul_add_const_pd(GELU_P7, t, p);
+    p = mul_add_const_pd(GELU_P6, t, p);
+    p = mul_add_const_pd(GELU_P5, t, p);
+    p = mul_add_const_pd(GELU_P4, t, p);
+    p = mul_add_const_pd(GELU_P3, t, p);
+    p = mul_add_const_pd(GELU_P2, t, p);
+    p = mul_add_const_pd(GELU_P1, t, p);
+    p = mul_add_const_pd(GELU_P0, t, p);
+    __m256d v = _mm256_mul_pd(_mm256_set1_pd(-0.5), _mm256_mul_pd(a, a));
+    __m256d e = v_exp_pd(_mm256_max_pd(_mm256_set1_pd(-GELU_FAR), v));
+    e = _mm256_andnot_pd(_mm256_cmp_pd(a, _mm256_set1_pd(GELU_END), _CMP_GT_OQ), e);
+    __m256d g = _mm256_mul_pd(_mm256_mul_pd(p, q), e);
+    __m256d below = _mm256_cmp_pd(d, _mm256_setzero_pd(), _CMP_LT_OQ);
+    return _mm256_mul_pd(d, _mm256_blendv_pd(_mm256_sub_pd(one, g), g, below));
+}
+
+INLINE AVX2 __m256 v_gelu_tanh(__m256 x)
+{
+    __m128 low = _mm256_cvtpd_ps(gelu_tanh_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(x))));
+    __m128 high = _mm256_cvtpd_ps(gelu_tanh_pd(_mm256_cvtps_pd(_mm256_extractf128_ps(x, 1))));
+    return _mm256_set_m128(high, low);
+}
+
+INLINE AVX2 __m256 v_gelu_erf(__m256 x)
+{
+    __m128 low = _mm256_cvtpd_ps(gelu_erf_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(x))));
+    __m128 high = _mm256_cvtpd_ps(gelu_erf_pd(_mm256_cvtps_pd(_mm256_extractf128_ps(x, 1))));
+    return _mm256_set_m128(high, low);
+}
+
 INLINE AVX2 __m256 v_sigmoid(__m256 x)
 {
     __m256 one = _mm256_set1_ps(1.0f);

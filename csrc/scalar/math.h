@@ -1,8 +1,9 @@
-/* exp, log1p, sin, cos and what is made of them, from IEEE add, mul, div and integer operations alone, so that every CPU and
+/* exp, log1p, sin, cos, both GELUs and what is made of them, from IEEE add, mul, div and integer operations alone, so that every CPU and
  * every backend gives the same bits. csrc/ssse3/math.h repeats these operations lane by lane: change both or neither.
  *
  * Largest error found, in units of the last place of the exact result (at least 2^-149); tests/test_math.py holds the limits:
- *   exp 0.8904 (0.7504 where the result is subnormal), log1p 0.50002, sin and cos 0.50192, for every finite argument;
+ *   exp 0.8904 (0.7504 where the result is subnormal), log1p 0.50002, sin and cos 0.50192, gelu_tanh 0.5042 and gelu_erf 0.5172,
+ *   for every finite argument (of the last two every third float of 2^-14 <= |x| < 16);
  *   made of them, every third float of |x| <= 87: sigmoid 2.5, softplus 1.5, silu 2.9.
  * Looked at: every seventh of the 2^32 floats, and all of 2^-26 <= |x| <= 104 for exp, 2^-27 <= |x| < 2^8 for log1p and
  * 2^-13 <= x <= 2^24 for sin and cos. Below -88.73 exp(-x) is infinite, so sigmoid is 0 and silu -0 there.
@@ -159,6 +160,67 @@ static inline float f32_sin(float x)
 static inline float f32_cos(float x)
 {
     return trig(x, 1);
+}
+
+/* exp of a double in -200..200, to 2e-10: v = n ln2 + r with |r| <= ln2 / 2, Taylor; NaN stays. */
+#define LOG2_E_64 0x1.71547652b82fep+0
+#define LN2_HI_64 0x1.62e42fee00000p-1 /* 32 bits: n * LN2_HI_64 is exact */
+#define LN2_LO_64 0x1.a39ef35793c76p-33
+
+static inline double f64_exp(double v)
+{
+    double t = v * LOG2_E_64 + TRIG_ROUND;
+    double n = t - TRIG_ROUND;
+    double r = (v - n * LN2_HI_64) - n * LN2_LO_64;
+    double p = 1.0 + r * (1.0 + r * (1.0 / 2 + r * (1.0 / 6 + r * (1.0 / 24 + r * (1.0 / 120 + r * (1.0 / 720 + r * (1.0 / 5040 + r * (1.0 / 40320))))))));
+    return p * double_of((bits_of_double(t) + 1023) << 52);
+}
+
+/* x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) = x / (1 + exp(-v)), v twice the argument of tanh. From GELU_FAR on the
+ * quotient underflows even for the largest x; -infinity gives NaN, as infinity times 0 does. */
+#define GELU_C1 0x1.9884533d43651p+0  /* 2 sqrt(2/pi) */
+#define GELU_C3 0x1.2444f2a4d8b4bp-4  /* the same times 0.044715 */
+#define GELU_FAR 200.0
+#define GELU_NEAR -60.0
+
+static inline float f32_gelu_tanh(float x)
+{
+    double d = (double)x;
+    double v = -(d * (GELU_C1 + GELU_C3 * (d * d)));
+    double w = GELU_FAR < v ? GELU_FAR : v; /* in this order NaN stays */
+    w = GELU_NEAR > w ? GELU_NEAR : w;
+    double e = v > GELU_FAR ? (double)F32_INF : f64_exp(w);
+    return (float)(d / (1.0 + e));
+}
+
+/* x/2 erfc(-x / sqrt 2). With a = |x|: erfc(a / sqrt 2) / 2 = exp(-a^2 / 2) P(t) / (a + 3), t = (a - 3) / (a + 3); P meets it to
+ * 1.2e-9 for a <= 15 (interpolated at Chebyshev's points), where the product begins to underflow. */
+#define GELU_END 15.0
+#define GELU_P0 0x1.754a751f53b8fp-1
+#define GELU_P1 -0x1.04c72995b3b40p-1
+#define GELU_P2 0x1.d71381f68a21cp-3
+#define GELU_P3 -0x1.832d3218a4899p-5
+#define GELU_P4 -0x1.56d40a79ed451p-7
+#define GELU_P5 0x1.c8c7db1a994f6p-8
+#define GELU_P6 0x1.0c7a08db4e001p-10
+#define GELU_P7 -0x1.0f2e8bd171a21p-10
+#define GELU_P8 -0x1.0098a87a2bee1p-12
+#define GELU_P9 0x1.1799c0bd0e1cdp-13
+#define GELU_P10 0x1.d17fe3198ec87p-15
+
+static inline float f32_gelu_erf(float x)
+{
+    double d = (double)x;
+    double a = double_of(bits_of_double(d) & 0x7fffffffffffffffull);
+    double q = 1.0 / (a + 3.0);
+    double t = 1.0 - 6.0 * q;
+    double p = GELU_P7 + t * (GELU_P8 + t * (GELU_P9 + t * GELU_P10));
+    p = GELU_P0 + t * (GELU_P1 + t * (GELU_P2 + t * (GELU_P3 + t * (GELU_P4 + t * (GELU_P5 + t * (GELU_P6 + t * p))))));
+    double v = -0.5 * (a * a);
+    double w = -GELU_FAR > v ? -GELU_FAR : v;
+    double e = a > GELU_END ? 0.0 : f64_exp(w);
+    double g = (p * q) * e;
+    return (float)(d * (d < 0.0 ? g : 1.0 - g));
 }
 
 static inline float f32_sigmoid(float x)

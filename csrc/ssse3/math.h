@@ -142,6 +142,70 @@ static inline SSSE3 __m128 v_cos(__m128 x)
     return v_trig(x, 1);
 }
 
+static inline SSSE3 __m128d v_exp_pd(__m128d v)
+{
+    __m128d t = _mm_add_pd(_mm_mul_pd(v, _mm_set1_pd(LOG2_E_64)), _mm_set1_pd(TRIG_ROUND));
+    __m128d n = _mm_sub_pd(t, _mm_set1_pd(TRIG_ROUND));
+    __m128d r = _mm_sub_pd(v, _mm_mul_pd(n, _mm_set1_pd(LN2_HI_64)));
+    r = _mm_sub_pd(r, _mm_mul_pd(n, _mm_set1_pd(LN2_LO_64)));
+    __m128d p = mul_add_const_pd(1.0 / 5040, r, _mm_set1_pd(1.0 / 40320));
+    p = mul_add_const_pd(1.0 / 720, r, p);
+    p = mul_add_const_pd(1.0 / 120, r, p);
+    p = mul_add_const_pd(1.0 / 24, r, p);
+    p = mul_add_const_pd(1.0 / 6, r, p);
+    p = mul_add_const_pd(1.0 / 2, r, p);
+    p = mul_add_const_pd(1.0, r, p);
+    p = mul_add_const_pd(1.0, r, p);
+    __m128i power = _mm_slli_epi64(_mm_add_epi64(_mm_castpd_si128(t), _mm_set_epi32(0, 1023, 0, 1023)), 52);
+    return _mm_mul_pd(p, _mm_castsi128_pd(power));
+}
+
+static inline SSSE3 __m128d gelu_tanh_pd(__m128d d)
+{
+    __m128d c = mul_add_const_pd(GELU_C1, _mm_set1_pd(GELU_C3), _mm_mul_pd(d, d));
+    __m128d v = _mm_xor_pd(_mm_mul_pd(d, c), _mm_set1_pd(-0.0));
+    __m128d w = _mm_min_pd(_mm_set1_pd(GELU_FAR), v); /* minpd and maxpd return the second operand when one is NaN */
+    w = _mm_max_pd(_mm_set1_pd(GELU_NEAR), w);
+    __m128d far = _mm_cmpgt_pd(v, _mm_set1_pd(GELU_FAR));
+    __m128d e = select_pd(far, _mm_set1_pd((double)F32_INF), v_exp_pd(w));
+    return _mm_div_pd(d, _mm_add_pd(_mm_set1_pd(1.0), e));
+}
+
+static inline SSSE3 __m128d gelu_erf_pd(__m128d d)
+{
+    __m128d one = _mm_set1_pd(1.0), a = _mm_andnot_pd(_mm_set1_pd(-0.0), d);
+    __m128d q = _mm_div_pd(one, _mm_add_pd(a, _mm_set1_pd(3.0)));
+    __m128d t = _mm_sub_pd(one, _mm_mul_pd(_mm_set1_pd(6.0), q));
+    __m128d p = mul_add_const_pd(GELU_P9, t, _mm_set1_pd(GELU_P10));
+    p = mul_add_const_pd(GELU_P8, t, p);
+    p = mul_add_const_pd(GELU_P7, t, p);
+    p = mul_add_const_pd(GELU_P6, t, p);
+    p = mul_add_const_pd(GELU_P5, t, p);
+    p = mul_add_const_pd(GELU_P4, t, p);
+    p = mul_add_const_pd(GELU_P3, t, p);
+    p = mul_add_const_pd(GELU_P2, t, p);
+    p = mul_add_const_pd(GELU_P1, t, p);
+    p = mul_add_const_pd(GELU_P0, t, p);
+    __m128d v = _mm_mul_pd(_mm_set1_pd(-0.5), _mm_mul_pd(a, a));
+    __m128d e = v_exp_pd(_mm_max_pd(_mm_set1_pd(-GELU_FAR), v));
+    e = _mm_andnot_pd(_mm_cmpgt_pd(a, _mm_set1_pd(GELU_END)), e);
+    __m128d g = _mm_mul_pd(_mm_mul_pd(p, q), e);
+    __m128d below = _mm_cmplt_pd(d, _mm_setzero_pd());
+    return _mm_mul_pd(d, select_pd(below, g, _mm_sub_pd(one, g)));
+}
+
+static inline SSSE3 __m128 v_gelu_tanh(__m128 x)
+{
+    __m128 low = _mm_cvtpd_ps(gelu_tanh_pd(_mm_cvtps_pd(x)));
+    return _mm_movelh_ps(low, _mm_cvtpd_ps(gelu_tanh_pd(_mm_cvtps_pd(_mm_movehl_ps(x, x)))));
+}
+
+static inline SSSE3 __m128 v_gelu_erf(__m128 x)
+{
+    __m128 low = _mm_cvtpd_ps(gelu_erf_pd(_mm_cvtps_pd(x)));
+    return _mm_movelh_ps(low, _mm_cvtpd_ps(gelu_erf_pd(_mm_cvtps_pd(_mm_movehl_ps(x, x)))));
+}
+
 static inline SSSE3 __m128 v_sigmoid(__m128 x)
 {
     __m128 one = _mm_set1_ps(1.0f);

@@ -16,6 +16,7 @@ from fermi_engine.kernels.runner import Runner
 ATTENTION_BLOCK = 64  # absolute positions that merge together; page sizes do not change it
 MAX_TAPS = 16  # of conv1d_silu: csrc/kernels.h
 MATRIX_GROUPS = 16  # groups of 8 rows that a thread takes at least
+WINDOW_TOKENS = 64  # tokens that share a pass over the keys and values of an image: csrc/*/attention_rows.h
 SHARED_TOKENS = 8  # tokens that share a pass over the keys and values in prefill
 KV_FORMATS = ("f32", "f16", "q8_0")  # in the order of csrc/kernels.h
 DEQUANTIZE_TILE = 256  # weight rows expanded to float32 at a time when activations stay float32
@@ -80,11 +81,37 @@ class CpuKernels(Runner):
         """Cosine of each element; any shape."""
         return self._map("cos_f32", x)
 
+    def gelu_tanh(self, x: np.ndarray) -> np.ndarray:
+        """x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) of each element; any shape."""
+        return self._map("gelu_tanh", x)
+
+    def gelu_erf(self, x: np.ndarray) -> np.ndarray:
+        """x/2 (1 + erf(x / sqrt 2)) of each element; any shape."""
+        return self._map("gelu_erf", x)
+
     def add(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """a + b, same shapes."""
         _same_shape("add", a, b)
         y = self.empty(a.shape)
         self._run("add", "add_args *", a.size, 16384, {"a": self._f32(a), "b": self._f32(b), "y": self._f32(y)})
+        return y
+
+    def add_bias(self, x: np.ndarray, bias: np.ndarray) -> np.ndarray:
+        """x [rows, n] + bias [n], in place; returns x."""
+        rows, n = x.shape
+        if bias.shape != (n,):
+            raise ValueError(f"add_bias: {bias.shape} to rows of {n}")
+        self._run("add_bias", "add_bias_args *", rows, 8, {"x": self._f32(x), "b": self._f32(bias), "n": n})
+        return x
+
+    def group_mean(self, x: np.ndarray, group: int) -> np.ndarray:
+        """Mean of each `group` rows that follow each other: [rows * group, n] -> [rows, n]."""
+        rows, n = x.shape[0] // group, x.shape[1]
+        if rows * group != x.shape[0]:
+            raise ValueError(f"group_mean: {x.shape[0]} rows in groups of {group}")
+        y = self.empty((rows, n))
+        self._run("group_mean", "group_mean_args *", rows, 8,
+                  {"x": self._f32(x), "y": self._f32(y), "group": group, "n": n})
         return y
 
     def swiglu(self, gate_up: np.ndarray) -> np.ndarray:
@@ -220,6 +247,16 @@ class CpuKernels(Runner):
                    "x_stride": stride, "y_stride": n, "eps": eps, "offset": offset})
         return y
 
+    def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float) -> np.ndarray:
+        """Layer norm of x [rows, n] with weight and bias [n] -> [rows, n]."""
+        rows, n = x.shape
+        if weight.shape != (n,) or bias.shape != (n,):
+            raise ValueError(f"layer_norm: weight {weight.shape} and bias {bias.shape} for rows of {n}")
+        y = self.empty((rows, n))
+        self._run("layer_norm", "layer_norm_args *", rows, 8,
+                  {"x": self._f32(x), "w": self._f32(weight), "b": self._f32(bias), "y": self._f32(y), "n": n, "eps": eps})
+        return y
+
     def gated_rms_norm(self, o: np.ndarray, z: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
         """RMSNorm with the plain weight times silu(z); o, z [rows, n]."""
         _same_shape("gated_rms_norm", o, z)
@@ -334,6 +371,19 @@ class CpuKernels(Runner):
         self._run("attention", "attention_args *", tokens * heads, grain,
                   {"q": self._f32(q), "o": self._f32(o), "heads": heads, "kv_heads": cache.kv_heads, "scale": scale,
                    **self._cache(cache, start)})
+        return o
+
+    def full_attention(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int, scale: float) -> np.ndarray:
+        """Attention of q, k, v [T, heads, D] inside windows of `window` tokens, all of which see each other -> like q."""
+        tokens, heads, head_dim = q.shape
+        if k.shape != q.shape or v.shape != q.shape or window < 1 or tokens % window:
+            raise ValueError(f"full_attention: q {q.shape}, k {k.shape}, v {v.shape} in windows of {window}")
+        o = self.empty(q.shape)
+        # As many tokens share a pass over keys and values as there are, unless threads would go without.
+        shared = max(1, min(WINDOW_TOKENS, tokens // (2 * self.threads)))
+        self._run("full_attention", "full_attention_args *", tokens * heads, shared * heads,
+                  {"q": self._f32(q), "k": self._f32(k), "v": self._f32(v), "o": self._f32(o), "heads": heads,
+                   "head_dim": head_dim, "window": window, "scale": scale})
         return o
 
     def _room(self, op: str, cache: KVLayout, start: np.ndarray, tokens: int) -> None:

@@ -1,0 +1,25 @@
+/* A vector is eight elements in a row. */
+#include "../kernels.h"
+#include "lanes.h"
+#include "math.h"
+
+INLINE AVX2 void mean_vector(const group_mean_args *a, const float *x, float *y, int64_t left)
+{
+    __m256 sum = load_n(x, left);
+    for (int64_t j = 1; j < a->group; j++)
+        sum = _mm256_add_ps(sum, load_n(x + j * a->n, left));
+    store_n(y, _mm256_div_ps(sum, _mm256_set1_ps((float)a->group)), left);
+}
+
+AVX2 void avx2_group_mean(const group_mean_args *a, int64_t begin, int64_t end)
+{
+    for (int64_t row = begin; row < end; row++) {
+        const float *x = a->x + row * a->group * a->n;
+        float *y = a->y + row * a->n;
+        int64_t i = 0;
+        for (; i + 8 <= a->n; i += 8)
+            mean_vector(a, x + i, y + i, 8);
+        if (i < a->n)
+            mean_vector(a, x + i, y + i, a->n - i);
+    }
+}
