@@ -21,14 +21,14 @@ class PreparedImage:
         with the still image at both times. MiniCPM: the overview, then the slices row by row, patches in raster order,
         each (channel, row, column).
     grids: (height, width) in patches of each view; slices: rows and columns of slices, (0, 0) without.
-    tokens: embeddings of each view, so many placeholders; digest: names pixels and settings, 32 hexadecimal digits.
+    tokens: embeddings of each view, so many placeholders; digest: of pixels and settings, 32 bytes.
     """
 
     patches: np.ndarray
     grids: tuple[Grid, ...]
     slices: Grid
     tokens: tuple[int, ...]
-    digest: str
+    digest: bytes
 
 
 def prepare(pixels: np.ndarray, settings: ImageSettings, name: str = "image") -> PreparedImage:
@@ -86,10 +86,10 @@ def _normalised(patches: np.ndarray, settings: ImageSettings) -> np.ndarray:
     return out.reshape(len(patches), -1)
 
 
-def _digest(pixels: np.ndarray, views: list[np.ndarray], settings: ImageSettings) -> str:
+def _digest(pixels: np.ndarray, views: list[np.ndarray], settings: ImageSettings) -> bytes:
     """Of every pixel as decoded, and as resized, which covers the resizing library's version, and of the settings."""
     described = [type(settings).__name__, dataclasses.asdict(settings), pixels.shape, [view.shape for view in views]]
-    digest = blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=16)
+    digest = blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=32)
     for part in (pixels, *views):
         digest.update(np.ascontiguousarray(part).data)
-    return digest.hexdigest()
+    return digest.digest()

@@ -188,7 +188,7 @@ def image_of(height: int, width: int, settings) -> image_patches.PreparedImage:
     steps = image_plans.plan(height, width, settings)
     grids = image_plans.grids(steps, settings)
     tokens = tuple(h * w // settings.patches_per_token for h, w in grids)
-    return image_patches.PreparedImage(np.empty(0, np.float32), tuple(grids), image_patches._slices(steps), tokens, "")
+    return image_patches.PreparedImage(np.empty(0, np.float32), tuple(grids), image_patches._slices(steps), tokens, b"")
 
 
 @modes
