@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from fermi_engine.config_fields import MAX_WHOLE, Fields, is_number, is_whole, refusing
 from fermi_engine.errors import ConfigError
 
 MOE_TYPES = ("qwen3_5_moe_text",)
@@ -18,7 +16,6 @@ DENSE_TYPES = ("qwen3_5_text",)
 WRAPPER_TYPES = {"qwen3_5_moe": "qwen3_5_moe_text", "qwen3_5": "qwen3_5_text"}
 LAYER_TYPES = ("linear_attention", "full_attention")
 MOST_THREADS = 256  # the caller and the 255 workers of csrc/pool.c
-MAX_WHOLE = 2**31 - 1  # ids, positions and sizes pass through int32
 MAX_LAYERS = 4096  # far above any model: a nonsense count must not fill the memory with layer_types
 MAX_TAPS = 16  # of the causal convolution: csrc/kernels.h
 
@@ -83,7 +80,7 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> ModelConfig:
         """Inverse of `to_dict`. Raises ConfigError for fields that are unknown, missing, of another kind or nonsense."""
-        with _refusing("model configuration", "convert the checkpoint again"):
+        with refusing("model configuration", "convert the checkpoint again"):
             fields = dict(fields)
             known = {f.name for f in dataclasses.fields(cls)}
             required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
@@ -106,13 +103,13 @@ class ModelConfig:
         Raises ConfigError for an unknown architecture, a missing field, a value of another kind, or values that
         contradict each other.
         """
-        with _refusing("config.json", "fetch the file again"):
+        with refusing("config.json", "fetch the file again"):
             return cls(**_hf_fields(raw))
 
 
 def _hf_fields(raw: dict[str, Any]) -> dict[str, Any]:
     text, model_type = _text_config(raw)
-    need = _Fields(text, model_type)
+    need = Fields(text, model_type)
     _check_activation(need)
     layers = need.integer("num_hidden_layers", most=MAX_LAYERS)
     heads, hidden = need.integer("num_attention_heads"), need.integer("hidden_size")
@@ -124,7 +121,7 @@ def _hf_fields(raw: dict[str, Any]) -> dict[str, Any]:
         counts += ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"]
     else:
         counts += ["intermediate_size"]
-    tied = [_Fields(fields, model_type).boolean("tie_word_embeddings", None) for fields in (raw, text)]
+    tied = [Fields(fields, model_type).boolean("tie_word_embeddings", None) for fields in (raw, text)]
     return {
         **{name: need.integer(name) for name in counts},
         "model_type": model_type,
@@ -151,84 +148,16 @@ def eos_ids(fields: dict[str, Any]) -> set[int]:
     """
     value = fields.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
-    if not all(_is_whole(v) for v in ids):
+    if not all(is_whole(v) for v in ids):
         raise ValueError(f"eos_token_id is {reprlib.repr(value)}, expected a token id or a list of them")
     return set(ids)
-
-
-@contextmanager
-def _refusing(what: str, remedy: str) -> Iterator[None]:
-    """Nonsense that no rule below foresaw is still the file's fault, not a defect."""
-    try:
-        yield
-    except (TypeError, ValueError, ZeroDivisionError, OverflowError, AttributeError) as err:
-        raise ConfigError(f"{what} cannot be read ({' '.join(str(err).split())}); {remedy}") from None
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_WHOLE
-
-
-def _is_number(value: Any) -> bool:
-    """Finite: comparisons with NaN are false, and those of whole numbers of any length exact."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-class _Fields:
-    """Typed access to a config dictionary, with errors that name the field."""
-
-    def __init__(self, fields: dict[str, Any], model_type: str) -> None:
-        self.fields, self.model_type = fields, model_type
-
-    def integer(self, name: str, default: int | None = None, most: int = MAX_WHOLE) -> int:
-        """A whole number in 1..most."""
-        value = self._present(name, default)
-        if not _is_whole(value) or not 1 <= value <= most:
-            self._refuse(name, f"a whole number in 1..{most}")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self._present(name, default)
-        if not _is_number(value):
-            self._refuse(name, "a finite number")
-        return float(value)
-
-    def boolean(self, name: str, default: bool | None) -> bool | None:
-        value = self.fields.get(name, default)
-        if value is not default and not isinstance(value, bool):
-            self._refuse(name, "true or false")
-        return value
-
-    def integers(self, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
-        """Whole numbers of at least 0."""
-        value = self.optional(name, list)
-        if value is not None and not all(_is_whole(v) for v in value):
-            self._refuse(name, "a list of whole numbers of at least 0")
-        return default if value is None else tuple(value)
-
-    def optional(self, name: str, kind: type) -> Any:
-        """A list or a dict; None where it is absent or null."""
-        value = self.fields.get(name)
-        if value is not None and not isinstance(value, kind):
-            self._refuse(name, {list: "a list", dict: "an object"}[kind])
-        return value
-
-    def _present(self, name: str, default: Any) -> Any:
-        value = self.fields.get(name, default)
-        if value is None:
-            raise ConfigError(f"config.json of a {self.model_type} model lacks '{name}'; the file is incomplete")
-        return value
-
-    def _refuse(self, name: str, expected: str) -> NoReturn:
-        found = reprlib.repr(self.fields[name])
-        raise ConfigError(f"config.json: '{name}' is {found}, expected {expected}; fetch the file again")
 
 
 def _text_config(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
     declared = raw.get("model_type")
     if isinstance(declared, str) and declared in WRAPPER_TYPES:
         expected = WRAPPER_TYPES[declared]
-        nested = _Fields(raw, declared).optional("text_config", dict)
+        nested = Fields(raw, declared).optional("text_config", dict)
         inner = expected if nested is None else nested.get("model_type", expected)
         if inner != expected:
             raise ConfigError(f"config.json: text_config has model_type={inner!r}, that of a {declared} model is "
@@ -240,13 +169,13 @@ def _text_config(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
     raise ConfigError(f"config.json: unknown architecture model_type={declared!r}; this engine runs {', '.join(known)}")
 
 
-def _check_activation(need: _Fields) -> None:
+def _check_activation(need: Fields) -> None:
     found = need.fields.get("hidden_act", "silu")
     if found != "silu":
         raise ConfigError(f"config.json: hidden_act {found!r} is not supported; this engine runs models with 'silu'")
 
 
-def _layer_types(need: _Fields, layers: int) -> tuple[str, ...]:
+def _layer_types(need: Fields, layers: int) -> tuple[str, ...]:
     declared = need.optional("layer_types", list)
     if declared is not None:
         return tuple(declared)
@@ -254,7 +183,7 @@ def _layer_types(need: _Fields, layers: int) -> tuple[str, ...]:
     return tuple(LAYER_TYPES[(i + 1) % interval == 0] for i in range(layers))
 
 
-def _rope(need: _Fields) -> _Fields:
+def _rope(need: Fields) -> Fields:
     """RoPE settings from `rope_parameters` (new files) or `rope_theta`/`rope_scaling` (older ones)."""
     merged = {name: need.fields[name] for name in ("rope_theta", "partial_rotary_factor") if name in need.fields}
     for name in ("rope_scaling", "rope_parameters"):
@@ -264,18 +193,18 @@ def _rope(need: _Fields) -> _Fields:
         raise ConfigError(f"config.json: rope_type {kind!r} is not supported; only 'default' (with mrope sections) is")
     if merged.get("rope_theta") is None:
         raise ConfigError("config.json lacks 'rope_theta' (also looked in rope_parameters); the file is incomplete")
-    return _Fields(merged, need.model_type)
+    return Fields(merged, need.model_type)
 
 
 # Field annotation -> what a value must be, in code and in words.
 _KINDS = {
     "str": (lambda v: isinstance(v, str), "text"),
-    "int": (_is_whole, f"a whole number in 0..{MAX_WHOLE}"),
-    "float": (_is_number, "a finite number"),
+    "int": (is_whole, f"a whole number in 0..{MAX_WHOLE}"),
+    "float": (is_number, "a finite number"),
     "bool": (lambda v: isinstance(v, bool), "true or false"),
     "tuple[str, ...]": (lambda v: isinstance(v, tuple) and all(isinstance(x, str) for x in v), "a list of names"),
-    "tuple[int, ...]": (lambda v: isinstance(v, tuple) and all(map(_is_whole, v)), "whole numbers of at least 0"),
-    "tuple[int, int, int]": (lambda v: isinstance(v, tuple) and len(v) == 3 and all(map(_is_whole, v)),
+    "tuple[int, ...]": (lambda v: isinstance(v, tuple) and all(map(is_whole, v)), "whole numbers of at least 0"),
+    "tuple[int, int, int]": (lambda v: isinstance(v, tuple) and len(v) == 3 and all(map(is_whole, v)),
                              "three whole numbers of at least 0"),
 }
 

@@ -22,6 +22,7 @@ STDLIB = set(sys.stdlib_module_names)
 # A module imports from the rows above its own only (annotations under TYPE_CHECKING aside).
 TIERS = (
     ("errors", "compare", "report", "background", "snapshot_directory"),
+    ("config_fields",),
     ("config", "formats", "safetensors_header", "tokenizer"),
     ("images", "image_plans"),
     ("image_patches",),
@@ -49,7 +50,7 @@ MAY_IMPORT = {
     "fermi_engine/kernels": {"kernels", "errors", "formats", "config"},
     "fermi_engine/model": {"model", "kernels", "config", "formats", "state"},
     "fermi_engine/formats.py": {"errors"},
-    "fermi_engine/config.py": {"errors"},
+    "fermi_engine/config.py": {"errors", "config_fields"},
     "fermi_engine/state.py": {"config", "formats"},
     "fermi_engine/placement.py": {"errors", "kernels"},
     "fermi_engine/compare.py": set(),
