@@ -245,6 +245,14 @@ class Matrix:
         """Stored size in bytes, padding rows included."""
         return self.data.nbytes
 
+    def part(self, first: int, rows: int) -> Matrix:
+        """Rows first..first+rows as a matrix, zero copy. ValueError where stored groups of rows would be cut."""
+        lanes = FORMATS[self.format].lanes
+        end = first + rows
+        if first % lanes or (rows % lanes and end != self.rows) or not 0 <= first <= end <= self.rows:
+            raise ValueError(f"rows {first}..{end} of {self.rows} in groups of {lanes}")
+        return Matrix(self.format, rows, self.cols, self.data[first // lanes : -(-end // lanes)])
+
     def plain(self) -> np.ndarray:
         """ggml's bytes, uint8 [rows, bytes]."""
         return FORMATS[self.format].deinterleave(self.data, self.rows)

@@ -32,11 +32,12 @@ _TEXT = {"vocab_size": 40, "hidden_size": OUT, "intermediate_size": 8, "num_hidd
          "linear_key_head_dim": 4, "linear_value_head_dim": 4}
 
 
-def qwen(is_moe: bool, depth: int = 3, seed: int = 0, attention: str = "eager") -> PreTrainedModel:
+def qwen(is_moe: bool, depth: int = 3, seed: int = 0, attention: str = "eager", hidden: int = HIDDEN, mlp: int = MLP,
+         heads: int = HEADS) -> PreTrainedModel:
     """A float32 tower: hidden 36, 3 heads of 12, MLP 50, patches of 3 * 2 * 4 * 4, out 28."""
     config_class = transformers.Qwen3_5MoeConfig if is_moe else transformers.Qwen3_5Config
     config = config_class(text_config={}, vision_config={
-        "depth": depth, "hidden_size": HIDDEN, "intermediate_size": MLP, "num_heads": HEADS, "out_hidden_size": OUT,
+        "depth": depth, "hidden_size": hidden, "intermediate_size": mlp, "num_heads": heads, "out_hidden_size": OUT,
         "patch_size": 4, "num_position_embeddings": 2304}).vision_config
     config._attn_implementation = attention
     model = (moe.Qwen3_5MoeVisionModel if is_moe else dense.Qwen3_5VisionModel)(config).eval()
@@ -44,10 +45,11 @@ def qwen(is_moe: bool, depth: int = 3, seed: int = 0, attention: str = "eager") 
     return model
 
 
-def minicpm_model(depth: int = 9, seed: int = 0, attention: str = "eager", insert: int = 6) -> PreTrainedModel:
+def minicpm_model(depth: int = 9, seed: int = 0, attention: str = "eager", insert: int = 6, hidden: int = HIDDEN,
+                  mlp: int = MLP, heads: int = HEADS) -> PreTrainedModel:
     """The image half of a float32 model: hidden 36, 3 heads of 12, MLP 50, patches of 3 * 2 * 2, out 28."""
     config = transformers.MiniCPMV4_6Config(text_config={"model_type": "qwen3_5_text", **_TEXT}, vision_config={
-        "num_hidden_layers": depth, "hidden_size": HIDDEN, "intermediate_size": MLP, "num_attention_heads": HEADS,
+        "num_hidden_layers": depth, "hidden_size": hidden, "intermediate_size": mlp, "num_attention_heads": heads,
         "image_size": 140, "patch_size": 2}, insert_layer_id=insert)
     config._attn_implementation = config.vision_config._attn_implementation = attention
     model = minicpm.MiniCPMV4_6Model(config).eval()

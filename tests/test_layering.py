@@ -25,7 +25,7 @@ TIERS = (
     ("config_fields",),
     ("config", "formats", "safetensors_header", "tokenizer"),
     ("images", "image_plans"),
-    ("image_patches",),
+    ("image_patches", "vision_config"),
     ("image_prompt",),
     ("boundaries", "prefix", "shapes", "pack_layout", "tokenizer_ahead", "array_weights", "chat", "kernels", "rules", "state",
      "pages"),
@@ -48,7 +48,7 @@ TIERS = (
 # What the parts at the bottom may import at most.
 MAY_IMPORT = {
     "fermi_engine/kernels": {"kernels", "errors", "formats", "config"},
-    "fermi_engine/model": {"model", "kernels", "config", "formats", "state"},
+    "fermi_engine/model": {"model", "kernels", "config", "formats", "state", "vision_config"},
     "fermi_engine/formats.py": {"errors"},
     "fermi_engine/config.py": {"errors", "config_fields"},
     "fermi_engine/state.py": {"config", "formats"},

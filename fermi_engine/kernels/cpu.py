@@ -417,6 +417,16 @@ class CpuKernels(Runner):
                    "tokens": tokens, "k": k, "experts": experts})
         return work._replace(hit=work.hit[:most], first=work.first[: most + 1])
 
+    def weighted_rows(self, table: np.ndarray, rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """Sum of weights [T, k] times rows int32 [T, k] of table [*, n] -> [T, n]: the routed part of `moe_combine`."""
+        if rows.shape != weights.shape:
+            raise ValueError(f"weighted_rows: {rows.shape} rows with {weights.shape} weights")
+        y = self.empty((len(rows), table.shape[1]))
+        self._run("moe_combine", "moe_combine_args *", len(rows), 4,
+                  {"expert_out": self._f32(table), "row_of": self._i32(rows), "weights": self._f32(weights),
+                   "shared": self._ffi.NULL, "y": self._f32(y), "n": table.shape[1], "k": rows.shape[1]})
+        return y
+
     def moe_combine(self, expert_out: np.ndarray, row_of: np.ndarray, weights: np.ndarray,
                     shared: np.ndarray, shared_gate: np.ndarray) -> np.ndarray:
         """Weighted sum of expert rows plus the gated shared expert: expert_out [*, n], row_of int32 [T, k],

@@ -14,16 +14,20 @@ from fermi_engine.formats import Experts, Matrix
 Trace = Callable[[str, np.ndarray], None]
 
 
-class Weights(Protocol):
+class Tensors(Protocol):
     """Tensors by canonical name (Hugging Face names without prefix)."""
-
-    config: ModelConfig
 
     def vector(self, name: str) -> np.ndarray:
         """A float32 tensor in its own shape."""
 
     def matrix(self, name: str) -> Matrix:
         """A stored matrix [rows, cols]."""
+
+
+class Weights(Tensors, Protocol):
+    """Those of a text model."""
+
+    config: ModelConfig
 
     def experts(self, layer: int) -> tuple[Experts, Experts]:
         """gate_up [2I, H] and down [H, I] of all experts of a layer."""
