@@ -20,10 +20,11 @@ from fermi_engine.config import ModelConfig
 from fermi_engine.errors import CheckpointError
 from fermi_engine.safetensors_header import Entry, Header, read_headers, read_json
 from fermi_engine.shapes import expected_shapes
+from fermi_engine.vision_config import VisionConfig, is_vision, vision_shapes
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")  # longest first: `model.` also starts the first
 HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
-UNUSED_PARTS = ("mtp", "visual", "vision_tower", "merger")  # speculative head and image towers, not read here
+UNUSED_PARTS = ("mtp", "visual", "vision_tower", "merger")  # speculative head; image towers that config.json does not describe
 DTYPES = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 SIDE_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
@@ -49,10 +50,12 @@ class TensorInfo:
 class Checkpoint:
     """A checkpoint whose structure has been proven consistent; see `open`.
 
-    tensors: canonical name -> TensorInfo of every tensor of the text model; experts fused or one by one, as stored.
-    unused: names in the files that are skipped on purpose: multi-token prediction, vision, a head that is tied.
+    tensors: canonical name -> TensorInfo of every tensor of text and vision; experts fused or one by one, as stored.
+    unused: names in the files that are skipped on purpose: multi-token prediction, a head that is tied, an image tower that
+        config.json does not describe.
     files: the tokenizer and generation files that are present, by file name.
     shards: file name -> (path, bytes, data_start) of each weight file.
+    vision: the image tower; None where config.json describes none, or the files hold nothing of it.
     """
 
     path: Path
@@ -62,6 +65,7 @@ class Checkpoint:
     unused: list[str]
     files: dict[str, Path]
     shards: dict[str, tuple[Path, int, int]]
+    vision: VisionConfig | None = None
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
@@ -74,12 +78,13 @@ class Checkpoint:
         raw = _read_config(path, names)
         config = ModelConfig.from_hf(raw)
         headers = read_headers(path, names)
-        tensors, unused = _assign(path, config, headers)
+        vision = _vision(path, names, raw, config, headers)
+        tensors, unused = _assign(path, config, headers, vision)
         _check_dtypes(tensors.values(), raw)
-        _check_against(path, config, tensors)
+        _check_against(path, config, vision, tensors)
         shards = {name: (path / name, h.file_bytes, h.data_start) for name, h in headers.items()}
         files = {name: path / name for name in SIDE_FILES if name in names}
-        return cls(path, config, raw, tensors, unused, files, shards)
+        return cls(path, config, raw, tensors, unused, files, shards, vision)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor by canonical name. KeyError for a name outside `tensors`."""
@@ -158,13 +163,29 @@ def _read_config(path: Path, names: set[str]) -> dict[str, Any]:
     return read_json(path / "config.json")
 
 
-def _assign(path: Path, config: ModelConfig, headers: dict[str, Header]) -> tuple[dict[str, TensorInfo], list[str]]:
+def _vision(path: Path, names: set[str], raw: dict[str, Any], config: ModelConfig,
+            headers: dict[str, Header]) -> VisionConfig | None:
+    """The tower; None too where a checkpoint was stripped of it. Raises ConfigError for one that this engine does not run."""
+    stored = {_bare(source) for header in headers.values() for source in header.tensors}
+    if not any(map(is_vision, stored)):
+        return None
+    name = "preprocessor_config.json"
+    return VisionConfig.from_hf(raw, config.hidden_size, read_json(path / name) if name in names else None)
+
+
+def _bare(source: str) -> str:
+    """A name without the prefix of the whole model, as towers are called."""
+    return source.removeprefix("model.")
+
+
+def _assign(path: Path, config: ModelConfig, headers: dict[str, Header],
+            vision: VisionConfig | None) -> tuple[dict[str, TensorInfo], list[str]]:
     """Canonical name -> tensor, and the names left out on purpose."""
     tensors: dict[str, TensorInfo] = {}
     unused: list[str] = []
     for shard, header in headers.items():
         for source, entry in header.tensors.items():
-            if _is_unused(source, config.tie_word_embeddings):
+            if not (vision and is_vision(_bare(source))) and _is_unused(source, config.tie_word_embeddings):
                 unused.append(source)
                 continue
             info = _info(path / shard, source, entry, header.data_start)
@@ -186,18 +207,18 @@ def _is_unused(source: str, tied: bool) -> bool:
 
 def _info(file: Path, source: str, entry: Entry, data_start: int) -> TensorInfo:
     name = "lm_head.weight" if source in HEAD_NAMES else source
-    for prefix in PREFIXES:
-        if source.startswith(prefix):
-            name = source[len(prefix):]
-            break
+    if is_vision(_bare(source)):
+        name = _bare(source)
+    else:
+        name = next((source[len(prefix):] for prefix in PREFIXES if source.startswith(prefix)), name)
     return TensorInfo(name, source, file, entry.dtype, entry.shape, data_start + entry.begin, entry.end - entry.begin)
 
 
 def _check_prefix(path: Path, tensors: dict[str, TensorInfo]) -> None:
-    """All tensors but the head carry one and the same prefix."""
+    """All tensors of text but the head carry one and the same prefix."""
     first: TensorInfo | None = None
     for info in tensors.values():
-        if info.source in HEAD_NAMES:
+        if info.source in HEAD_NAMES or is_vision(info.name):
             continue
         prefix = _prefix(info)
         if not prefix:
@@ -223,9 +244,9 @@ def _check_dtypes(tensors: Any, raw: dict[str, Any]) -> None:
                                   f"{', '.join(DTYPES)}; use the unquantised release")
 
 
-def _check_against(path: Path, config: ModelConfig, tensors: dict[str, TensorInfo]) -> None:
+def _check_against(path: Path, config: ModelConfig, vision: VisionConfig | None, tensors: dict[str, TensorInfo]) -> None:
     """The tensors are exactly those the configuration asks for."""
-    expected = expected_shapes(config, _fused_layers(config, tensors))
+    expected = expected_shapes(config, _fused_layers(config, tensors)) | (vision_shapes(vision) if vision else {})
     missing = [name for name in expected if name not in tensors]
     extra = [info for name, info in tensors.items() if name not in expected]
     if missing:

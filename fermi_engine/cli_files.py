@@ -13,11 +13,12 @@ from fermi_engine.pack import Pack
 
 def show_rules(src: Path, format: str, rules: str | None) -> None:
     """Print which tensors of a checkpoint get which format and why. Raises CheckpointError, ConfigError."""
-    from fermi_engine.checkpoint import Checkpoint, expected_shapes
+    from fermi_engine.checkpoint import Checkpoint
     from fermi_engine.rules import assign, parse_rules, rule_rows
+    from fermi_engine.shapes import pack_shapes
 
-    shapes = expected_shapes(Checkpoint.open(src).config)
-    rows = rule_rows(assign(shapes, format, parse_rules(rules)))
+    checkpoint = Checkpoint.open(src)
+    rows = rule_rows(assign(pack_shapes(checkpoint.config, checkpoint.vision), format, parse_rules(rules)))
     report.table("", ("tensors", "count", "format", "reason"), rows, right=("count",))
 
 

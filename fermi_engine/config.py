@@ -13,7 +13,7 @@ from fermi_engine.errors import ConfigError
 
 MOE_TYPES = ("qwen3_5_moe_text",)
 DENSE_TYPES = ("qwen3_5_text",)
-WRAPPER_TYPES = {"qwen3_5_moe": "qwen3_5_moe_text", "qwen3_5": "qwen3_5_text"}
+WRAPPER_TYPES = {"qwen3_5_moe": "qwen3_5_moe_text", "qwen3_5": "qwen3_5_text", "minicpmv4_6": "qwen3_5_text"}
 LAYER_TYPES = ("linear_attention", "full_attention")
 MOST_THREADS = 256  # the caller and the 255 workers of csrc/pool.c
 MAX_LAYERS = 4096  # far above any model: a nonsense count must not fill the memory with layer_types

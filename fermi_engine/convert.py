@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import fermi_engine
-from fermi_engine.checkpoint import Checkpoint, expected_shapes
+from fermi_engine.checkpoint import Checkpoint
 from fermi_engine.config import eos_ids
 from fermi_engine.errors import CheckpointError, FormatError, PackError
 from fermi_engine.formats import FORMATS, LANES, Format, find_format
@@ -35,6 +36,8 @@ from fermi_engine.pack import (
 from fermi_engine.pack_writer import PackPlan, PackWriter, Wanted
 from fermi_engine.rules import Assignment, Rule, assign, parse_rules
 from fermi_engine.safetensors_header import INDEX, SINGLE, read_json
+from fermi_engine.shapes import pack_shapes
+from fermi_engine.vision_config import is_vision
 
 BLOCK_BYTES = 8 << 20  # of f32 source rows in memory at a time; quantised copies add at most twice as much
 GATE_UP, DOWN, CONV = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj", ".conv1d.weight"
@@ -63,7 +66,7 @@ def convert(
     checkpoint = Checkpoint.open(src)
     _check_destination(checkpoint, dst, overwrite)
     wishes = parse_rules(rules) if rules is None or isinstance(rules, str) else tuple(rules)
-    assignments = assign(expected_shapes(checkpoint.config), format, wishes)
+    assignments = assign(pack_shapes(checkpoint.config, checkpoint.vision), format, wishes)
     plan = plan_pack(checkpoint, assignments, format)
     total = 2 * plan.total_bytes
     with PackWriter(dst, plan, json.dumps(_stamps(checkpoint), sort_keys=True)) as writer:
@@ -100,7 +103,7 @@ def _read_back(path: Path, progress: Progress | None, total: int) -> None:
 def plan_pack(checkpoint: Checkpoint, assignments: Mapping[str, Assignment], default_format: str) -> PackPlan:
     """Sizes, order and metadata of the pack; the order is that of the configuration, whatever the shards' order."""
     wanted, layout = [], {}
-    for name, shape in expected_shapes(checkpoint.config).items():
+    for name, shape in pack_shapes(checkpoint.config, checkpoint.vision).items():
         format = assignments[name].format
         if name.endswith(GATE_UP):
             layer = _layer(name)
@@ -149,6 +152,7 @@ def _metadata(checkpoint: Checkpoint, default_format: str, layout: dict[str, Any
         "tensors": layout,
         "source": checkpoint.identity(),
         "unused": sorted(checkpoint.unused),
+        **({"vision_config": checkpoint.vision.to_dict()} if checkpoint.vision else {}),
     }
     return {
         "format": PACK_FORMAT, "version": str(PACK_VERSION), "engine_version": fermi_engine.__version__,
@@ -184,12 +188,33 @@ def _chunks(checkpoint: Checkpoint, name: str, assignments: Mapping[str, Assignm
             raise CheckpointError(f"cannot read {path}: {err.strerror}; fetch the file again") from None
     elif name.endswith(".experts.blob"):
         yield from _blob_chunks(checkpoint, _layer(name), assignments)
+    elif is_vision(name):
+        yield from _vision_chunks(checkpoint, name, FORMATS[assignments[name].format])
     elif name.endswith(CONV) or len(checkpoint.shape(name)) == 1:
         yield _vector_bytes(checkpoint, name)
     else:
         rows, cols = checkpoint.shape(name)
         format = FORMATS[assignments[name].format]
         yield from _matrix_chunks(lambda begin, end: checkpoint.rows(name, begin, end), rows, cols, format, name)
+
+
+def _vision_chunks(checkpoint: Checkpoint, name: str, format: Format) -> Iterator[np.ndarray]:
+    """A tower's tensor in its stored shape: zeros where that is larger, a patch convolution as a matrix."""
+    stored, shape = pack_shapes(checkpoint.config, checkpoint.vision)[name], checkpoint.shape(name)
+    height, width = (1, shape[0]) if len(shape) == 1 else (shape[0], math.prod(shape[1:]))
+    rows, columns = (1, stored[0]) if len(stored) == 1 else stored
+    lines = width // shape[-1]  # of the file in a row
+
+    def read(begin: int, end: int) -> np.ndarray:
+        block, last = np.zeros((end - begin, columns), np.float32), min(end, height)
+        if begin < last:
+            block[: last - begin, :width] = checkpoint.rows(name, begin * lines, last * lines).reshape(-1, width)
+        return block
+
+    if len(stored) == 1:
+        yield FORMATS["f32"].interleave(_quantize(FORMATS["f32"], read(0, 1), name, 0)).reshape(-1)
+    else:
+        yield from _matrix_chunks(read, rows, columns, format, name)
 
 
 def _vector_bytes(checkpoint: Checkpoint, name: str) -> np.ndarray:
@@ -259,7 +284,8 @@ def cached_pack(
     """
     find_format(format)  # before it becomes part of a file name
     checkpoint = Checkpoint.open(checkpoint_dir)
-    key = json.dumps([checkpoint.identity(), _stamps(checkpoint), PACK_VERSION], sort_keys=True)
+    parts = [checkpoint.identity(), _stamps(checkpoint), PACK_VERSION]
+    key = json.dumps([*parts, "vision"] if checkpoint.vision else parts, sort_keys=True)
     digest = blake2b(key.encode(), digest_size=8).hexdigest()
     path = cache_directory() / f"{checkpoint.path.resolve().name}-{format}-{digest}.safetensors"
     if _opens(path):

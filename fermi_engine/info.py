@@ -10,15 +10,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fermi_engine.checkpoint import UNUSED_PARTS, Checkpoint, expected_shapes
+from fermi_engine.checkpoint import UNUSED_PARTS, Checkpoint
 from fermi_engine.config import ModelConfig
 from fermi_engine.convert import DOWN, GATE_UP, checkpoint_eos_ids, plan_pack
 from fermi_engine.formats import FORMATS
 from fermi_engine.pack import Pack
 from fermi_engine.rules import assign
+from fermi_engine.shapes import pack_shapes
+from fermi_engine.vision_config import VisionConfig
 
+VISION = "vision"
 STATE_BYTES = 4  # keys, values, conv tails and recurrent state are float32
 PARTS = (  # first match names the part of a tensor
+    ("visual.", VISION), ("vision_tower.", VISION), ("merger.mlp.", VISION),
     ("embed_tokens.", "embedding"), ("lm_head.", "head"), (".self_attn.", "attention"), (".linear_attn.", "delta net"),
     (".mlp.experts.", "experts"), (".mlp.shared_expert.", "shared expert"), (".mlp.gate.", "router"),
     (".mlp.shared_expert_gate.", "shared expert"), (".mlp.", "mlp"), ("norm.", "norms"),
@@ -44,7 +48,7 @@ def describe_pack(pack: Pack) -> dict[str, Any]:
     """Everything `info` prints about a pack, ready for JSON; sizes in bytes."""
     said = pack.info()
     return {
-        "kind": "pack", **_description(pack.config, _pack_formats(pack)),
+        "kind": "pack", **_description(pack.config, pack.vision, _pack_formats(pack)),
         **{key: said[key] for key in ("path", "hash", "engine_version", "files", "eos_ids", "unused")},
         "format": said["default_format"], "file_bytes": said["bytes"], "expert_stride_bytes": said["expert_stride"],
     }
@@ -53,10 +57,10 @@ def describe_pack(pack: Pack) -> dict[str, Any]:
 def describe_checkpoint(path: str | Path, format: str = "q4_0") -> dict[str, Any]:
     """The same of a checkpoint directory: what a `format` pack of it takes. Raises CheckpointError, ConfigError."""
     checkpoint = Checkpoint.open(path)
-    assignments = assign(expected_shapes(checkpoint.config), format)
+    assignments = assign(pack_shapes(checkpoint.config, checkpoint.vision), format)
     formats = {name: assignment.format for name, assignment in assignments.items()}
     return {
-        "kind": "checkpoint", **_description(checkpoint.config, formats), "path": str(path), "hash": None,
+        "kind": "checkpoint", **_description(checkpoint.config, checkpoint.vision, formats), "path": str(path), "hash": None,
         "files": {name: file.stat().st_size for name, file in checkpoint.files.items()},
         "eos_ids": checkpoint_eos_ids(checkpoint), "unused": checkpoint.unused, "format": format,
         "file_bytes": plan_pack(checkpoint, assignments, format).total_bytes,
@@ -73,8 +77,8 @@ def left_out(unused: Iterable[str]) -> str:
     return ", ".join(f"{part} {count}" for part, count in counts.items()) or "nothing"
 
 
-def _description(config: ModelConfig, formats: Mapping[str, str]) -> dict[str, Any]:
-    weights = _weights(config, formats)
+def _description(config: ModelConfig, vision: VisionConfig | None, formats: Mapping[str, str]) -> dict[str, Any]:
+    weights = _weights(config, vision, formats)
     attention = config.layer_types.count("full_attention")
     kv = attention * 2 * config.num_key_value_heads * config.head_dim * STATE_BYTES
     heads = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
@@ -95,9 +99,9 @@ def _essentials(config: ModelConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
-def _weights(config: ModelConfig, formats: Mapping[str, str]) -> list[Weight]:
+def _weights(config: ModelConfig, vision: VisionConfig | None, formats: Mapping[str, str]) -> list[Weight]:
     weights = []
-    for name, shape in expected_shapes(config).items():
+    for name, shape in pack_shapes(config, vision).items():
         part = next((part for mark, part in PARTS if mark in name), "norms")
         matrix = len(shape) > 1 and not name.endswith(".conv1d.weight")
         row = FORMATS[formats[name]]
@@ -108,9 +112,12 @@ def _weights(config: ModelConfig, formats: Mapping[str, str]) -> list[Weight]:
 
 
 def _read(config: ModelConfig, part: str, stored: int, row: Any, shape: tuple[int, ...]) -> int:
-    """Bytes one decoded token reads of a tensor: its own embedding row, the experts chosen, all of the rest."""
+    """Bytes one decoded token reads of a tensor: its own embedding row, the experts chosen, nothing of a vision tower, all of
+    the rest."""
     if part == "embedding":
         return row.row_bytes(shape[-1]) + (stored if config.tie_word_embeddings else 0)
+    if part == VISION:
+        return 0
     if part == "experts":
         return stored // config.num_experts * config.num_experts_per_tok
     return stored
@@ -118,7 +125,7 @@ def _read(config: ModelConfig, part: str, stored: int, row: Any, shape: tuple[in
 
 def _pack_formats(pack: Pack) -> dict[str, str]:
     formats = {}
-    for name, shape in expected_shapes(pack.config).items():
+    for name, shape in pack_shapes(pack.config, pack.vision).items():
         if name.endswith((GATE_UP, DOWN)):
             formats[name] = pack.expert(int(name.split(".")[1]), 0)[name.endswith(DOWN)].format
         else:

@@ -25,7 +25,8 @@ from fermi_engine.errors import ConfigError, FormatError, PackError
 from fermi_engine.formats import FORMATS, Experts, Matrix
 from fermi_engine.pack_layout import LINE, PAGE, Blob, Part, blob_name, parse_part
 from fermi_engine.safetensors_header import Entry, Header, read_header
-from fermi_engine.shapes import expected_shapes
+from fermi_engine.shapes import pack_shapes
+from fermi_engine.vision_config import VisionConfig
 
 PACK_FORMAT = "fermi-engine-pack"
 PACK_VERSION = 1
@@ -67,6 +68,7 @@ class Pack:
         self._metadata, self._entries, self._start = header.metadata, header.tensors, header.data_start
         fields = _parse_metadata(path, header.metadata)
         self.config: ModelConfig = fields["model_config"]
+        self.vision: VisionConfig | None = fields["vision_config"]
         self.eos_ids: tuple[int, ...] = tuple(fields["eos_ids"])
         self.default_format: str = fields["default_format"]
         self.source: dict[str, Any] = fields["source"]
@@ -297,7 +299,7 @@ class Pack:
 
     def _check_model(self) -> None:
         """Names and shapes are those that the pack's own configuration asks for: kernels trust them from here on."""
-        expected, found = expected_shapes(self.config), self._model_shapes()
+        expected, found = pack_shapes(self.config, self.vision), self._model_shapes()
         for name in (*expected, *found):
             wanted, shape = expected.get(name), found.get(name)
             if shape != wanted:
@@ -384,6 +386,8 @@ def _parse_metadata(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
     try:
         fields = {key: json.loads(metadata[key]) for key in ("model_config", "eos_ids", "tensors", "source", "unused")}
         fields["model_config"] = ModelConfig.from_dict(fields["model_config"])
+        vision = json.loads(metadata.get("vision_config", "null"))
+        fields["vision_config"] = None if vision is None else VisionConfig.from_dict(vision)
         fields["tensors"] = {name: parse_part(value) for name, value in fields["tensors"].items()}
         if not isinstance(fields["source"], dict):
             raise ValueError("source is no object")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from fermi_engine.errors import ConfigError
 from fermi_engine.formats import FORMATS, find_format
+from fermi_engine.vision_config import is_vision
 
 # Small, and read in full for every token: four bits would save nothing and cost accuracy where it hurts most.
 F32_RULES = (
@@ -20,7 +21,12 @@ F32_RULES = (
     ("*.in_proj_b.weight", "write strength of the delta rule"),
     ("*.mlp.gate.weight", "router: a rounding error picks another expert"),
     ("*.mlp.shared_expert_gate.weight", "gate of the shared expert"),
+    ("visual.patch_embed.*", "pixels"),
+    ("vision_tower.embeddings.patch_embedding.*", "pixels"),
+    ("visual.pos_embed.weight", "position table"),
+    ("vision_tower.embeddings.position_embedding.weight", "position table"),
 )
+VISION_FORMAT = {"q4_0": "q8_0"}  # of a tower's matrices, by default format
 
 
 class Rule(NamedTuple):
@@ -82,11 +88,12 @@ def _assign(name: str, shape: tuple[int, ...], default: str, rules: Sequence[Rul
     fixed = _f32_reason(name)
     if fixed or len(shape) < 2:
         return Assignment("f32", fixed or "vector")
-    wanted = rule.format if rule else default
+    wanted = rule.format if rule else VISION_FORMAT.get(default, default) if is_vision(name) else default
     block = FORMATS[wanted].block
     if shape[-1] % block:
         return Assignment("f32", f"row length {shape[-1]} is not a multiple of {block}, so not {wanted}")
-    return Assignment(wanted, f"rule {rule.pattern}={rule.format}" if rule else "default")
+    plain = "default" if wanted == default else "vision: four bits would save little"
+    return Assignment(wanted, f"rule {rule.pattern}={rule.format}" if rule else plain)
 
 
 class RuleRow(NamedTuple):
@@ -102,6 +109,6 @@ def rule_rows(assignments: Mapping[str, Assignment]) -> list[RuleRow]:
     """The assignment as a table, one row a kind of tensor, in order of first appearance."""
     counts: dict[tuple[str, Assignment], int] = {}
     for name, assignment in assignments.items():
-        key = re.sub(r"^layers\.\d+\.", "layers.*.", name), assignment
+        key = re.sub(r"(^|\.)(layers|blocks)\.\d+\.", r"\1\2.*.", name), assignment
         counts[key] = counts.get(key, 0) + 1
     return [RuleRow(kind, count, *assignment) for (kind, assignment), count in counts.items()]

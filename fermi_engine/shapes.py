@@ -1,8 +1,14 @@
-"""Which tensors a text model has, and how large: what a checkpoint and a pack are held against."""
+"""Which tensors a model has, and how large: what a checkpoint and a pack are held against."""
 
 from __future__ import annotations
 
 from fermi_engine.config import ModelConfig
+from fermi_engine.vision_config import VisionConfig, stored_shapes
+
+
+def pack_shapes(c: ModelConfig, vision: VisionConfig | None) -> dict[str, tuple[int, ...]]:
+    """Canonical names and shapes of a model with or without images, experts fused, as packs hold them."""
+    return expected_shapes(c) | (stored_shapes(vision) if vision else {})
 
 
 def expected_shapes(c: ModelConfig, fused_layers: frozenset[int] | None = None) -> dict[str, tuple[int, ...]]:

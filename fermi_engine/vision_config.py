@@ -14,7 +14,10 @@ from fermi_engine.image_plans import ImageSettings, MiniCpmImages, QwenImages
 
 QWEN, MINICPM = "qwen3_5", "minicpmv4_6"
 FAMILIES = {"qwen3_5": QWEN, "qwen3_5_moe": QWEN, "minicpmv4_6": MINICPM}  # by the model_type of config.json
+MODES = ("16x", "4x")
 CHANNELS = 3
+BLOCK = 32  # weights that share a scale in a quantised row
+PREFIXES = ("visual.", "vision_tower.", "merger.")
 MAX_LAYERS = 1024
 QWEN_EPS = PROJECTOR_EPS = 1e-6  # fixed in transformers' code
 QWEN_THETA = 10000.0
@@ -85,7 +88,8 @@ class VisionConfig:
             read = _qwen_fields if family == QWEN else _minicpm_fields
             fields = read(dict(raw), Fields(nested, f"{family} vision"), text_hidden)
         with refusing("preprocessor_config.json", "fetch the file again"):
-            images = _image_settings(family, Fields(dict(preprocessor or {}), family, "preprocessor_config.json"))
+            need = Fields({**(preprocessor or {})}, family, "preprocessor_config.json")
+            images = _image_settings(family, need, fields, Fields(dict(raw), family).choice("downsample_mode", "16x", MODES))
         return cls(family=family, images=images, **fields)
 
 
@@ -133,12 +137,13 @@ def _fixed(fields: Fields, expected: dict[str, Any]) -> None:
             raise ConfigError(f"config.json: {name} of the vision tower is {found!r}; this engine runs towers with {value!r}")
 
 
-def _image_settings(family: str, need: Fields) -> ImageSettings:
+def _image_settings(family: str, need: Fields, tower: dict[str, Any], downsample_mode: str) -> ImageSettings:
     kind = QwenImages if family == QWEN else MiniCpmImages
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if need.boolean(name, True) is False:
             raise ConfigError(f"preprocessor_config.json: {name} is false; this engine prepares images with it")
     defaults = {f.name: f.default for f in dataclasses.fields(kind)}
+    defaults |= {name: tower[name] for name in ("patch_size", "temporal_patch_size")}
     shared = {name: need.numbers(name, defaults[name]) for name in ("image_mean", "image_std")}
     shared["rescale_factor"] = need.number("rescale_factor", 1 / 255)
     if family == QWEN:
@@ -149,7 +154,7 @@ def _image_settings(family: str, need: Fields) -> ImageSettings:
         return QwenImages(min_pixels=least, max_pixels=most, **counts, **shared)
     counts = {name: need.integer(name, defaults[name]) for name in ("patch_size", "scale_resolution", "max_slice_nums")}
     flags = {name: need.boolean(name, True) for name in ("slice_mode", "use_image_id")}
-    return MiniCpmImages(downsample_mode=need.choice("downsample_mode", "16x", ("16x", "4x")), **counts, **flags, **shared)
+    return MiniCpmImages(downsample_mode=need.choice("downsample_mode", downsample_mode, MODES), **counts, **flags, **shared)
 
 
 def _rules(c: VisionConfig) -> list[tuple[bool, str]]:
@@ -178,6 +183,18 @@ def _rules(c: VisionConfig) -> list[tuple[bool, str]]:
 def vision_shapes(c: VisionConfig) -> dict[str, tuple[int, ...]]:
     """Canonical names (without `model.`) and shapes of all tensors of the tower and its projector (HF layout, `[out, in]`)."""
     return _qwen_shapes(c) if c.family == QWEN else _minicpm_shapes(c)
+
+
+def stored_shapes(c: VisionConfig) -> dict[str, tuple[int, ...]]:
+    """The same as packs hold them: the patch convolution as a matrix, and MLPs widened to whole blocks of 32 by units whose
+    weights and biases are zero, which change no bit."""
+    wide = dataclasses.replace(c, intermediate_size=c.intermediate_size + -c.intermediate_size % BLOCK)
+    return {name: (shape[0], math.prod(shape[1:])) if len(shape) > 2 else shape for name, shape in vision_shapes(wide).items()}
+
+
+def is_vision(name: str) -> bool:
+    """Whether a tensor of this canonical name belongs to a tower."""
+    return name.startswith(PREFIXES)
 
 
 def _qwen_shapes(c: VisionConfig) -> dict[str, tuple[int, ...]]:

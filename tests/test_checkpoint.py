@@ -20,6 +20,7 @@ from fermi_engine.convert import convert
 from fermi_engine.errors import CheckpointError, ConfigError, PackError
 from fermi_engine.safetensors_header import Header, read_header
 from fermi_engine.shapes import expected_shapes
+from fermi_engine.vision_config import is_vision
 from tools.make_checkpoint import make_checkpoint
 
 SMALL = {"layers": 4, "hidden": 32, "experts": 3, "experts_per_tok": 2, "heads": 2, "kv_heads": 1, "value_heads": 4}
@@ -103,6 +104,7 @@ LAYOUTS = [
     {}, {"layout": "per-expert"}, {"dtype": "f16"}, {"dtype": "f32", "shards": 3}, {"text_only": True}, {"tied": True},
     {"prefix": "language_model.model."}, {"prefix": "model.", "layout": "per-expert", "shards": 2},
     {"family": "dense"}, {"family": "dense", "tied": True, "text_only": True}, {"tokenizer": False},
+    {"family": "minicpm", "tied": True},
 ]
 
 
@@ -116,7 +118,8 @@ def test_layouts_are_read_exactly(tmp_path: Path, options: dict) -> None:
     used = {info.source for info in checkpoint.tensors.values()}
     assert used | set(checkpoint.unused) == set(oracle)
     assert not used & set(checkpoint.unused)
-    assert all(name.startswith(("mtp.", "model.visual.")) for name in checkpoint.unused)
+    assert all(name.startswith("mtp.") for name in checkpoint.unused)
+    assert (checkpoint.vision is None) == options.get("text_only", False)
     assert bool(checkpoint.unused) == (not options.get("text_only", False))
     for name, info in checkpoint.tensors.items():
         want = oracle[info.source].float().numpy()
@@ -239,12 +242,41 @@ def test_a_tied_head_that_is_stored_anyway_is_unused(originals: Path, tmp_path: 
     assert "lm_head.weight" not in checkpoint.tensors
 
 
-def test_other_towers_are_unused(single: Path) -> None:
+OTHERS = {"visual.x", "model.vision_tower.x", "vision_tower.x", "model.merger.mlp.0.x", "merger.x"}
+MTP = {"language_model.mtp.x", "model.language_model.mtp.x"}
+
+
+def test_towers_that_the_configuration_does_not_describe_are_unused(single: Path) -> None:
     tensors = load(single / "model.safetensors")
-    names = {"visual.x", "model.vision_tower.x", "vision_tower.x", "model.merger.mlp.0.x", "merger.x",
-             "language_model.mtp.x", "model.language_model.mtp.x"}
-    save(single / "model.safetensors", {**tensors, **{name: ("I32", [1], b"abcd") for name in names}})
-    assert names <= set(Checkpoint.open(single).unused)
+    save(single / "model.safetensors", {**tensors, **{name: ("I32", [1], b"abcd") for name in OTHERS | MTP}})
+    raw = json.loads((single / "config.json").read_text())
+    del raw["vision_config"]
+    (single / "config.json").write_text(json.dumps(raw))
+    checkpoint = Checkpoint.open(single)
+    assert checkpoint.vision is None
+    assert {*OTHERS, *MTP, "model.visual.pos_embed.weight"} <= set(checkpoint.unused)
+    assert not any(map(is_vision, checkpoint.tensors))
+
+
+def test_a_described_tower_is_held_against_its_description(single: Path) -> None:
+    tensors = load(single / "model.safetensors")
+    for name in OTHERS:
+        save(single / "model.safetensors", {**tensors, name: ("I32", [1], b"abcd")})
+        refused(single, name)
+    for name in ("model.visual.blocks.0.norm1.bias", "model.visual.merger.linear_fc2.weight"):
+        save(single / "model.safetensors", {n: t for n, t in tensors.items() if n != name})
+        refused(single, name.removeprefix("model."))
+    save(single / "model.safetensors", tensors)
+    raw = json.loads((single / "config.json").read_text())
+    raw["vision_config"]["intermediate_size"] += 8
+    (single / "config.json").write_text(json.dumps(raw))
+    refused(single, "blocks.0.mlp.linear_fc1")
+
+
+def test_a_checkpoint_that_was_stripped_of_its_tower_is_text(single: Path) -> None:
+    tensors = load(single / "model.safetensors")
+    save(single / "model.safetensors", {name: t for name, t in tensors.items() if ".visual." not in name})
+    assert Checkpoint.open(single).vision is None
 
 
 def test_expected_shapes_match_the_release() -> None:

@@ -27,6 +27,7 @@ from fermi_engine.kernels import dispatch
 from fermi_engine.pack import Pack, blob_name
 from fermi_engine.sampling import SamplingParams
 from fermi_engine.timeline import Timeline
+from fermi_engine.vision_config import stored_shapes
 from tools.make_checkpoint import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -364,7 +365,7 @@ def test_convert_writes_the_pack_and_says_what_it_holds(models: Path, tmp_path: 
         assert re.search(rf"^ *{name} +{row['tensors']} +{row['weights']:,} +{re.escape(report.size(row['bytes']))}$",
                          out, re.MULTILINE)
     assert f"{tmp_path / 'm'}: {report.size((tmp_path / 'm').stat().st_size)}, " in out
-    assert "left out of the checkpoint: visual 21, mtp 5" in out
+    assert "left out of the checkpoint: mtp 5" in out
 
 
 def test_convert_overwrites_only_when_told(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -393,13 +394,16 @@ def test_info_counts_what_the_pack_holds(pack: Path) -> None:
                  for name in opened.names if not name.endswith(".blob")}
         experts = [sum(matrix.nbytes for matrix in opened.expert(layer, 0)) for layer in range(c.num_hidden_layers)]
         row = opened.matrix("embed_tokens.weight").plain().shape[1]
+        vision_weights = sum(math.prod(shape) for shape in stored_shapes(opened.vision).values())
         assert said["formats"].keys() == opened.info()["formats"].keys()
         for name, expected in opened.info()["formats"].items():
             assert {key: said["formats"][name][key] for key in expected} == expected
     stored = sum(plain.values()) + c.num_experts * sum(experts)
     assert sum(part["bytes"] for part in said["parts"].values()) == stored
     assert said["parts"]["experts"]["bytes"] == c.num_experts * sum(experts)
-    assert said["read_bytes_per_token"] == (sum(plain.values()) - plain["embed_tokens.weight"] + row
+    vision = sum(size for name, size in plain.items() if name.startswith("visual."))
+    assert said["parts"]["vision"] == {"tensors": 21, "weights": vision_weights, "bytes": vision, "read_per_token": 0}
+    assert said["read_bytes_per_token"] == (sum(plain.values()) - vision - plain["embed_tokens.weight"] + row
                                             + c.num_experts_per_tok * sum(experts))
     # three Gated DeltaNet layers of 4 heads [16, 32] and a tail of 3 columns of 2*32 + 128 channels; one of attention
     assert said["recurrent_state_bytes"] == 3 * (4 * 16 * 32 + 3 * 192) * 4

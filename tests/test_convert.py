@@ -11,19 +11,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fermi_engine import convert as convert_module
-from fermi_engine.checkpoint import Checkpoint, expected_shapes
+from fermi_engine.checkpoint import Checkpoint
 from fermi_engine.convert import cache_directory, cached_pack, convert
 from fermi_engine.errors import CheckpointError, ConfigError, FermiError, FormatError, PackError
 from fermi_engine.formats import FORMATS
 from fermi_engine.pack import Pack
 from fermi_engine.rules import F32_RULES, assign, parse_rules, rule_rows
 from fermi_engine.safetensors_header import read_header
+from fermi_engine.shapes import expected_shapes, pack_shapes
+from fermi_engine.vision_config import is_vision, stored_shapes
 from tools.make_checkpoint import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,7 +69,7 @@ def run_python(script: str, *args: object, **options: object) -> subprocess.Pope
 @pytest.mark.parametrize("options", [
     {"family": "moe", "layout": "fused"}, {"family": "moe", "layout": "per-expert", "shards": 3},
     {"family": "moe", "layout": "fused", "text_only": True, "dtype": "f32", "moe_intermediate": 64, "hidden": 96},
-    {"family": "dense", "tied": True, "dtype": "f16", "value_heads": 6}], ids=str)
+    {"family": "dense", "tied": True, "dtype": "f16", "value_heads": 6}, {"family": "minicpm", "tied": True}], ids=str)
 @pytest.mark.parametrize("format", ["q4_0", "q8_0", "f16", "f32"])
 def test_every_tensor_is_the_quantised_source(tmp_path: Path, format: str, options: dict) -> None:
     src = make_checkpoint(tmp_path / "c", 11, layers=4, **options)
@@ -90,10 +93,31 @@ def test_every_tensor_is_the_quantised_source(tmp_path: Path, format: str, optio
             else:
                 assert pack.matrix(name).format == format
                 assert pack.matrix(name).plain().tobytes() == FORMATS[format].quantize(values).tobytes()
+        seen |= check_vision(pack, checkpoint, format)
         assert set(pack.names) == seen
         assert pack.files() == {name: path.read_bytes() for name, path in checkpoint.files.items()}
         assert pack.unused == checkpoint.unused
         assert pack.source == checkpoint.identity()
+
+
+def check_vision(pack: Pack, checkpoint: Checkpoint, format: str) -> set[str]:
+    """Towers in 8 bits where text has four; patches and positions in f32; MLPs filled up with zeros to blocks of 32."""
+    assert pack.vision == checkpoint.vision
+    if pack.vision is None:
+        return set()
+    wanted = {"q4_0": "q8_0"}.get(format, format)
+    shapes = stored_shapes(pack.vision)
+    assert set(shapes) == {name for name in checkpoint.tensors if is_vision(name)}
+    for name, shape in shapes.items():
+        values = checkpoint.read(name)
+        values = values.reshape(len(values), -1) if values.ndim > 2 else values
+        full = np.zeros(shape, np.float32)
+        full[tuple(map(slice, values.shape))] = values
+        if len(shape) == 1 or "pos_" in name or "position" in name or "patch_embed" in name:
+            np.testing.assert_array_equal(pack.vector(name), full)
+        else:
+            assert pack.matrix(name).plain().tobytes() == FORMATS[wanted].quantize(full).tobytes(), name
+    return set(shapes)
 
 
 def check_experts(pack: Pack, checkpoint: Checkpoint, name: str, format: str) -> None:
@@ -145,7 +169,7 @@ def test_end_of_turn_ids_are_the_union(own_source: Path, tmp_path: Path) -> None
 def test_checkpoint_without_tokenizer_files(tmp_path: Path) -> None:
     src = make_checkpoint(tmp_path / "c", 0, layers=1, tokenizer=False)
     with Pack.open(convert(src, tmp_path / "p")) as pack:
-        assert sorted(pack.files()) == ["generation_config.json"]
+        assert sorted(pack.files()) == ["generation_config.json", "preprocessor_config.json"]
 
 
 def test_progress_goes_to_the_end_through_every_tensor(source: Path, tmp_path: Path) -> None:
@@ -194,12 +218,26 @@ def test_first_matching_rule_wins() -> None:
 
 
 @pytest.mark.parametrize("pattern", [pattern for pattern, _ in F32_RULES])
-def test_every_row_of_the_table_keeps_a_tensor_in_f32(source: Path, pattern: str) -> None:
+def test_every_row_of_the_table_keeps_a_tensor_in_f32(source: Path, tmp_path: Path, pattern: str) -> None:
     """Without the row a matrix of the checkpoint would be quantised, a vector would lose its reason."""
-    shapes = expected_shapes(Checkpoint.open(source).config)
+    if pattern.startswith("vision_tower"):
+        source = make_checkpoint(tmp_path / "c", family="minicpm")
+    checkpoint = Checkpoint.open(source)
+    shapes = pack_shapes(checkpoint.config, checkpoint.vision)
     reason = dict(F32_RULES)[pattern]
     kept = [name for name, a in assign(shapes, "f16").items() if a == ("f32", reason)]
-    assert any(name.endswith(pattern.lstrip("*")) for name in kept)
+    assert any(fnmatchcase(name, pattern) for name in kept)
+
+
+def test_a_tower_has_eight_bits_beside_four_and_rules_of_its_own(source: Path) -> None:
+    checkpoint = Checkpoint.open(source)
+    shapes = pack_shapes(checkpoint.config, checkpoint.vision)
+    name = "visual.blocks.0.attn.qkv.weight"
+    assert assign(shapes, "q4_0")[name] == ("q8_0", "vision: four bits would save little")
+    assert assign(shapes, "q8_0")[name] == ("q8_0", "default")
+    assert assign(shapes, "q4_0", parse_rules("visual.*=f32"))[name] == ("f32", "rule visual.*=f32")
+    assert assign(shapes, "f32", parse_rules("visual.*.attn.*=q4_0"))[name] == ("q4_0", "rule visual.*.attn.*=q4_0")
+    assert any(row.tensors == "visual.blocks.*.attn.qkv.weight" for row in rule_rows(assign(shapes, "q4_0")))
 
 
 @pytest.mark.parametrize(("rules", "text"), [

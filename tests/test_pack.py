@@ -33,10 +33,10 @@ VECTOR = "layers.2.input_layernorm.weight"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A q4_0 pack with q8_0 experts (down) and f16 attention, so that every format is in it."""
+    """A q4_0 pack with q8_0 experts (down), f16 attention and an f32 image tower, so that every format is in it."""
     folder = tmp_path_factory.mktemp("pack")
     source = make_checkpoint(folder / "checkpoint", 3, layers=4)
-    return convert(source, folder / "model.pack", rules="*.down_proj=q8_0,*.self_attn.o_proj.weight=f16")
+    return convert(source, folder / "model.pack", rules="*.down_proj=q8_0,*.self_attn.o_proj.weight=f16,visual.*=f32")
 
 
 @pytest.fixture
@@ -124,8 +124,8 @@ def test_names_formats_and_views(made: Path) -> None:
         assert (gate_up.data.ctypes.data - pack._mapping.ctypes.data) % 4096 == 0
         assert not any(name.startswith("_") for name in pack.names)
         assert {BLOB, MATRIX, VECTOR} <= set(pack.names)
-        assert sorted(pack.files()) == ["chat_template.jinja", "generation_config.json", "tokenizer.json",
-                                        "tokenizer_config.json"]
+        assert sorted(pack.files()) == ["chat_template.jinja", "generation_config.json", "preprocessor_config.json",
+                                        "tokenizer.json", "tokenizer_config.json"]
 
 
 def test_blob_row_is_gate_up_then_down_then_zeros(made: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
             "<|video_pad|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>",
             "</think>")
+VIEW_TAGS = ("<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>")  # of MiniCPM-V: control tokens, too
 CONTROL = 7  # the release marks this many as control tokens, hidden from text; the others are shown
 MERGES = 64
 CORPUS = """The wind took the letters from the table and the old man ran after them through the open door. There were
@@ -25,14 +26,16 @@ def token_id(special: str) -> int:
     return 256 + MERGES + SPECIALS.index(special)
 
 
-def tokenizer_json() -> dict[str, Any]:
-    """The tokenizer in the format of the `tokenizers` library: byte b has the id b, then merges, then SPECIALS."""
+def tokenizer_json(extra: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The tokenizer in the format of the `tokenizers` library: byte b has the id b, then merges, then SPECIALS, then further
+    control tokens `extra`."""
     alphabet = _byte_letters()
     merges = _train([[alphabet[b] for b in word.encode()] for word in re.findall(r" ?[A-Za-z]+", CORPUS)])
     vocab = {letter: b for b, letter in enumerate(alphabet)}
     vocab |= {left + right: 256 + i for i, (left, right) in enumerate(merges)}
     added = [{"id": token_id(token), "content": token, "single_word": False, "lstrip": False, "rstrip": False,
               "normalized": False, "special": i < CONTROL} for i, token in enumerate(SPECIALS)]
+    added += [{**added[0], "id": SIZE + i, "content": token} for i, token in enumerate(extra)]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": {"type": "NFC"},

@@ -1,4 +1,5 @@
-"""Write a small random checkpoint in the Qwen3.5/3.6 release layout: `python tools/make_checkpoint.py DST --seed N`.
+"""Write a small random checkpoint in the layout of a Qwen3.5/3.6 or MiniCPM-V-4.6 release:
+`python tools/make_checkpoint.py DST --seed N`.
 
 NumPy only. A seed gives the same weights whatever the layout, the name prefix, the number of shards and the machine:
 each tensor draws from its own integer stream, and no matrix depends on the CPU's transcendental functions. Tensors are
@@ -24,13 +25,12 @@ import numpy as np
 
 if not __package__:  # run as a script, which puts this folder on the path instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools import checkpoint_vision
 from tools.byte_tokenizer import SIZE as TOKENIZER_SIZE
-from tools.byte_tokenizer import token_id, tokenizer_json
+from tools.byte_tokenizer import VIEW_TAGS, token_id, tokenizer_json
 from tools.random_weights import Shape, to_bf16, values
 
 DTYPES = {"bf16": ("BF16", 2, "bfloat16"), "f16": ("F16", 2, "float16"), "f32": ("F32", 4, "float32")}
-VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "in_channels": 3, "patch_size": 4,
-          "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16}
 BIG = {"hidden": 2048, "layers": 1, "experts": 128, "experts_per_tok": 8, "moe_intermediate": 1024, "vocab": 60007,
        "shared_intermediate": 512, "heads": 16, "kv_heads": 2, "head_dim": 256, "key_heads": 16, "value_heads": 32,
        "key_dim": 128, "value_dim": 128}  # experts.gate_up_proj alone is 2^30 bytes, the whole a little over 2 GB
@@ -95,7 +95,7 @@ class Options:
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding. Never a multiple of 32 by default, as an output dimension need not be one."""
-        padded = TOKENIZER_SIZE + 5
+        padded = TOKENIZER_SIZE + 5 + (len(VIEW_TAGS) if self.family == "minicpm" else 0)
         return self.vocab or padded + (padded % 32 == 0)
 
     @property
@@ -105,7 +105,7 @@ class Options:
 
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
-CHOICES = {"family": ("moe", "dense"), "layout": ("fused", "per-expert"), "dtype": tuple(DTYPES),
+CHOICES = {"family": ("moe", "dense", "minicpm"), "layout": ("fused", "per-expert"), "dtype": tuple(DTYPES),
            "prefix": (None, *PREFIXES)}
 
 
@@ -164,13 +164,19 @@ def _write_all(dst: Path, seed: int, o: Options) -> None:
         "bos_token_id": token_id("<|endoftext|>"), "do_sample": True, "pad_token_id": token_id("<|endoftext|>"),
         "eos_token_id": [token_id("<|im_end|>"), token_id("<|endoftext|>")],
         "temperature": 0.6, "top_k": 20, "top_p": 0.95})
+    if not o.text_only:
+        images = checkpoint_vision.MINICPM_IMAGES if o.family == "minicpm" else checkpoint_vision.QWEN_IMAGES
+        _write_json(dst / "preprocessor_config.json", images)
     if o.tokenizer:
-        _write_json(dst / "tokenizer.json", tokenizer_json())
+        _write_json(dst / "tokenizer.json", tokenizer_json(VIEW_TAGS if o.family == "minicpm" else ()))
         _write_json(dst / "tokenizer_config.json", {
             "add_bos_token": False, "add_prefix_space": False, "bos_token": None, "clean_up_tokenization_spaces": False,
             "eos_token": "<|im_end|>", "errors": "replace", "model_max_length": 262144, "pad_token": "<|endoftext|>",
             "split_special_tokens": False, "tokenizer_class": "Qwen2Tokenizer", "unk_token": None})
-        shutil.copyfile(Path(__file__).with_name("chat_template.jinja"), dst / "chat_template.jinja")
+        template = Path(__file__).with_name("chat_template.jinja").read_text()
+        if o.family == "minicpm":  # whose images bring tags of their own
+            template = template.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>")
+        (dst / "chat_template.jinja").write_text(template)
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -213,7 +219,7 @@ def _ffn_shapes(o: Options) -> dict[str, Shape]:
         return {f"{stem}.gate_proj.weight": (inner, o.hidden), f"{stem}.up_proj.weight": (inner, o.hidden),
                 f"{stem}.down_proj.weight": (o.hidden, inner)}
 
-    if o.family == "dense":
+    if o.family != "moe":
         return swiglu("mlp", o.intermediate)
     shapes = {"mlp.gate.weight": (o.experts, o.hidden), "mlp.shared_expert_gate.weight": (1, o.hidden)}
     shapes |= swiglu("mlp.shared_expert", o.shared_intermediate)
@@ -222,24 +228,16 @@ def _ffn_shapes(o: Options) -> dict[str, Shape]:
     return shapes
 
 
-def unused_shapes(o: Options) -> dict[str, Shape]:
-    """A complete tiny vision tower and part of a multi-token-prediction head, under their full names."""
-    v, h = VISION["hidden_size"], o.hidden
-    wide = v * VISION["spatial_merge_size"] ** 2
-    patch = (v, VISION["in_channels"], VISION["temporal_patch_size"], VISION["patch_size"], VISION["patch_size"])
-    linears = {"patch_embed.proj": patch, "merger.linear_fc1": (wide, wide), "merger.linear_fc2": (h, wide)}
-    norms = ["merger.norm"]
-    for b in range(VISION["depth"]):
-        linears |= {f"blocks.{b}.attn.qkv": (3 * v, v), f"blocks.{b}.attn.proj": (v, v),
-                    f"blocks.{b}.mlp.linear_fc1": (VISION["intermediate_size"], v),
-                    f"blocks.{b}.mlp.linear_fc2": (v, VISION["intermediate_size"])}
-        norms += [f"blocks.{b}.norm1", f"blocks.{b}.norm2"]
-    shapes: dict[str, Shape] = {"model.visual.pos_embed.weight": (VISION["num_position_embeddings"], v)}
-    for name, shape in [*linears.items(), *((name, (v,)) for name in norms)]:
-        shapes |= {f"model.visual.{name}.weight": shape, f"model.visual.{name}.bias": shape[:1]}
-    return shapes | {"mtp.fc.weight": (h, 2 * h), "mtp.pre_fc_norm_embedding.weight": (h,),
-                     "mtp.pre_fc_norm_hidden.weight": (h,), "mtp.norm.weight": (h,),
-                     "mtp.layers.0.input_layernorm.weight": (h,)}
+def mtp_shapes(o: Options) -> dict[str, Shape]:
+    """Part of a multi-token-prediction head, under full names."""
+    h = o.hidden
+    return {"mtp.fc.weight": (h, 2 * h), "mtp.pre_fc_norm_embedding.weight": (h,), "mtp.pre_fc_norm_hidden.weight": (h,),
+            "mtp.norm.weight": (h,), "mtp.layers.0.input_layernorm.weight": (h,)}
+
+
+def vision_shapes(o: Options) -> dict[str, Shape]:
+    """A complete tiny vision tower, under full names."""
+    return (checkpoint_vision.minicpm_shapes if o.family == "minicpm" else checkpoint_vision.qwen_shapes)(o.hidden)
 
 
 def stored_tensors(o: Options) -> dict[str, tuple[Shape, list[tuple[str, Shape]]]]:
@@ -256,7 +254,7 @@ def stored_tensors(o: Options) -> dict[str, tuple[Shape, list[tuple[str, Shape]]
         else:
             stored[head if name == "lm_head.weight" else prefix + name] = (shape, [(name, shape)])
     if not o.text_only:
-        stored |= {name: (shape, [(name, shape)]) for name, shape in unused_shapes(o).items()}
+        stored |= {name: (shape, [(name, shape)]) for name, shape in (vision_shapes(o) | mtp_shapes(o)).items()}
     return stored
 
 
@@ -314,16 +312,28 @@ def config(o: Options) -> dict[str, Any]:
     """config.json, nested as in the release, or the text model's alone."""
     family = "qwen3_5_moe" if o.family == "moe" else "qwen3_5"
     stem = "Qwen3_5Moe" if o.family == "moe" else "Qwen3_5"
+    if o.family == "minicpm" and not o.text_only:
+        return _minicpm_config(o)
     common = {"dtype": DTYPES[o.dtype][2], "tie_word_embeddings": o.tied, "transformers_version": "5.24.0"}
     text = _text_config(o, f"{family}_text")
     if o.text_only:
         return {"architectures": [f"{stem}ForCausalLM"], **text, **common}
     ids = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
            "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
-    vision = {**VISION, "model_type": f"{family}_vision", "hidden_act": "gelu_pytorch_tanh",
+    vision = {**checkpoint_vision.QWEN, "model_type": f"{family}_vision", "hidden_act": "gelu_pytorch_tanh",
               "out_hidden_size": o.hidden, "dtype": common["dtype"], "initializer_range": 0.02}
     return {"architectures": [f"{stem}ForConditionalGeneration"], "model_type": family, **common,
             **{field: token_id(token) for field, token in ids.items()}, "text_config": text, "vision_config": vision}
+
+
+def _minicpm_config(o: Options) -> dict[str, Any]:
+    """As the release writes it: without what transformers' defaults say."""
+    text = _text_config(o, "qwen3_5_text")
+    del text["rope_parameters"]["mrope_section"], text["rope_parameters"]["mrope_interleaved"]
+    return {"architectures": ["MiniCPMV4_6ForConditionalGeneration"], "model_type": "minicpmv4_6",
+            "tie_word_embeddings": o.tied, "transformers_version": "5.24.0", "insert_layer_id": checkpoint_vision.MINICPM_INSERT,
+            "image_token_id": token_id("<|image_pad|>"), "video_token_id": token_id("<|video_pad|>"), "text_config": text,
+            "vision_config": checkpoint_vision.MINICPM}
 
 
 def _text_config(o: Options, model_type: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 
 Shape = tuple[int, ...]
 
+TOWERS = ("model.visual.", "model.vision_tower.", "model.merger.")
 BLOCK = 1 << 20  # values drawn and written at a time: some 30 MB of temporaries
 UNIT = math.sqrt(12 / (4 * (65536**2 - 1)))  # one over the deviation of a sum of four uniform 16-bit integers
 
@@ -27,7 +28,7 @@ def values(seed: int, name: str, shape: Shape, tied: bool = False) -> Iterator[n
     elif name.endswith(".dt_bias"):
         yield _map(lambda u: _inverse_softplus(1e-3 * 100**u), seed, name, count)
     elif len(shape) == 1:
-        plain = name.endswith("linear_attn.norm.weight") or (".visual." in name and name.endswith(".weight"))
+        plain = name.endswith("linear_attn.norm.weight") or (name.startswith(TOWERS) and name.endswith(".weight"))
         yield from (np.float32(plain) + np.float32(0.1) * z for z in _normal(seed, name, count))
     else:
         deviation = np.float32(_deviation(name, shape, tied))

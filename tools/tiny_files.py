@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 
 from tools import random_weights
-from tools.make_checkpoint import VISION, Options, unused_shapes
+from tools.checkpoint_vision import QWEN, qwen_shapes
 from tools.tiny_tokenizer import VOCAB_SIZE, token_id
 
 PART_BYTES = 15_000_000
@@ -48,7 +48,7 @@ def config_json(**changes: Any) -> dict[str, Any]:
                                "mrope_interleaved": True, "mrope_section": [pairs - 2 * third, third, third]}
     ids = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
            "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
-    vision = {**VISION, "model_type": "qwen3_5_moe_vision", "hidden_act": "gelu_pytorch_tanh",
+    vision = {**QWEN, "model_type": "qwen3_5_moe_vision", "hidden_act": "gelu_pytorch_tanh",
               "out_hidden_size": text["hidden_size"], "dtype": "bfloat16", "initializer_range": 0.02}
     return {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "dtype": "bfloat16",
             "tie_word_embeddings": False, "transformers_version": "5.24.0",
@@ -62,10 +62,9 @@ def export(path: Path, raw: dict[str, Any], params: dict[str, torch.Tensor], fil
     """
     path.mkdir(parents=True, exist_ok=True)
     named = {name if name == "lm_head.weight" else PREFIX + name: w for name, w in params.items()}
-    for name, shape in unused_shapes(Options(hidden=raw["text_config"]["hidden_size"])).items():
-        if ".visual." in name:
-            blocks = [torch.from_numpy(block) for block in random_weights.values(seed, name, shape)]
-            named[name] = torch.cat(blocks).view(shape)
+    for name, shape in qwen_shapes(raw["text_config"]["hidden_size"]).items():
+        blocks = [torch.from_numpy(block) for block in random_weights.values(seed, name, shape)]
+        named[name] = torch.cat(blocks).view(shape)
     stored = {name: w.detach().to("cpu", torch.bfloat16).contiguous() for name, w in named.items()}
     (path / "model.safetensors").write_bytes(save(stored, {"format": "pt"}))
     for name, value in (("config.json", raw), ("generation_config.json", GENERATION)):

@@ -53,6 +53,7 @@ class Source:
     format: str
     files: dict[str, Path] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    vision: None = None
 
     @property
     def config(self) -> ModelConfig:
