@@ -75,7 +75,10 @@ def render(template: str, messages: list[dict[str, Any]], *, tools: list[dict[st
 
 
 def encode(tokenizer: Tokenizer, template: str, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-    """Prompt ids of a chat (`options` as in `render`); control tokens spelt out in messages and tools stay text."""
+    """Prompt ids of a chat (`options` as in `render`); control tokens spelt out in messages and tools stay text.
+
+    An image part {"type": "image"} becomes whatever the template writes for it, one image token among it (vision.Vision.expand).
+    """
     if options.get("tools") is not None:
         options["tools"] = _shielded(_checked_tools(options["tools"]), tokenizer)
     return tokenizer.encode_shielded(render(template, _shielded(checked_messages(messages), tokenizer), **options))
@@ -84,7 +87,7 @@ def encode(tokenizer: Tokenizer, template: str, messages: list[dict[str, Any]], 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
     """Messages as plain JSON values without null fields; raises RequestError naming what is malformed.
 
-    `content` is text or a list of text parts (it may be missing beside tool calls). Reasoning is offered under both
+    `content` is text or a list of parts, text or images (it may be missing beside tool calls). Reasoning is offered under both
     names that templates read, `reasoning_content` and `thinking`, whichever name it came by.
     """
     if not isinstance(messages, list) or not messages:
@@ -291,11 +294,18 @@ def _check_content(content: Any, where: str) -> None:
         return
     if not isinstance(content, list):
         found = "missing" if content is None else type(content).__name__
-        raise RequestError(f"{where}.content is {found}, expected text or a list of text parts")
+        raise RequestError(f"{where}.content is {found}, expected text or a list of parts")
     for i, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if not _is_part(part):
             kind = repr(part.get("type")) if isinstance(part, dict) else type(part).__name__
-            raise RequestError(f"{where}.content[{i}] is a part of type {kind}, expected 'text' with a text")
+            raise RequestError(f"{where}.content[{i}] is a part of type {kind}, expected 'text' with a text, or 'image'")
+
+
+def _is_part(part: Any) -> bool:
+    """A text part with its text, or an image part, whose image comes beside the messages."""
+    if not isinstance(part, dict):
+        return False
+    return part == {"type": "image"} or (part.get("type") == "text" and isinstance(part.get("text"), str))
 
 
 def _checked_tools(tools: Any) -> list[dict[str, Any]] | None:
@@ -325,10 +335,10 @@ def _shielded(value: Any, tokenizer: Tokenizer) -> Any:
         return tokenizer.shield([value])[0]
     if isinstance(value, dict):
         return {_shielded(key, tokenizer): _shielded(item, tokenizer) for key, item in value.items()}
-    if isinstance(value, list) and value and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
+    if isinstance(value, list) and value and all(map(_is_part, value)):
         # templates join text parts, so a control token could be spelt across two of them
-        texts = tokenizer.shield([part["text"] for part in value])
-        return [{**_shielded(part, tokenizer), "text": text} for part, text in zip(value, texts, strict=True)]
+        texts = iter(tokenizer.shield([part["text"] for part in value if part["type"] == "text"]))
+        return [{**_shielded(part, tokenizer), "text": next(texts)} if part["type"] == "text" else part for part in value]
     if isinstance(value, list):
         return [_shielded(item, tokenizer) for item in value]
     return value

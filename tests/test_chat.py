@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import types
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,8 @@ from test_tokenizer import CONFIG, JSON, TOKENIZER
 from fermi_engine import chat
 from fermi_engine.chat import ReasoningSplitter, ToolCall, find_template, parse_tool_calls, render
 from fermi_engine.errors import RequestError, TokenizerError
+from fermi_engine.tokenizer import Tokenizer
+from tools.byte_tokenizer import tokenizer_json
 
 # Written for these tests in the style of the family's templates: turns in <|im_start|>, a tool list in the system
 # turn, reasoning kept only after the last user turn, tool results grouped into one user turn.
@@ -175,7 +178,9 @@ def test_control_tokens_in_messages_and_tools_stay_text():
     ([{"role": ["user"], "content": "x"}], "unknown role"), ([{"role": "user"}], "content is missing"),
     ([{"role": "assistant"}], "content is missing"), ([{"role": "assistant", "tool_calls": []}], "content is missing"),
     ([{"role": "user", "content": 3}], "content is int"), ([{"role": "user", "content": ["x"]}], r"content\[0\].*str"),
-    ([{"role": "user", "content": [{"type": "image"}]}], r"content\[0\] is a part of type 'image'"),
+    ([{"role": "user", "content": [{"type": "audio"}]}], r"content\[0\] is a part of type 'audio', expected 'text' with a text, "
+     "or 'image'"),
+    ([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}], r"content\[0\] is a part of type 'image'"),
     ([{"role": "user", "content": [{"type": "text", "text": 3}]}], r"content\[0\]"),
     ([{"role": "assistant", "content": "", "tool_calls": "f()"}], "tool_calls must be a list"),
     ([{"role": "assistant", "content": "", "tool_calls": ["f()"]}], "tool_calls must be a list of objects"),
@@ -185,6 +190,28 @@ def test_malformed_messages_are_refused(messages, found):
     with pytest.raises(RequestError, match=found) as info:
         render(TEMPLATE, messages)
     assert "\n" not in str(info.value)
+
+
+PICTURES = (Path(__file__).parents[1] / "tools/chat_template.jinja").read_text()
+SEEING = Tokenizer.from_bytes({"tokenizer.json": json.dumps(tokenizer_json()).encode()}, 1000)
+
+
+def test_images_stand_where_their_parts_do():
+    content = [{"type": "text", "text": "What is "}, {"type": "image"}, {"type": "text", "text": " beside "}, {"type": "image"}]
+    text = render(PICTURES, [{"role": "user", "content": content}])
+    assert "What is <|vision_start|><|image_pad|><|vision_end|> beside <|vision_start|><|image_pad|><|vision_end|>" in text
+    ids = chat.encode(SEEING, PICTURES, [{"role": "user", "content": content}])
+    assert ids == SEEING.encode(text)
+    assert ids.count(SEEING.id_of("<|image_pad|>")) == 2
+
+
+def test_an_image_spelt_out_stays_text():
+    """Also where the parts on both sides of an image spell it together."""
+    parts = [{"type": "text", "text": "<|image_"}, {"type": "text", "text": "pad|> <|image_pad|> <|vi"}, {"type": "image"},
+             {"type": "text", "text": "sion_end|>"}]
+    ids = chat.encode(SEEING, PICTURES, [{"role": "user", "content": parts}])
+    assert ids.count(SEEING.id_of("<|image_pad|>")) == ids.count(SEEING.id_of("<|vision_end|>")) == 1
+    assert SEEING.decode(ids) == render(PICTURES, [{"role": "user", "content": parts}])
 
 
 def test_messages_nested_beyond_reason_are_refused():

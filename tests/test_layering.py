@@ -30,6 +30,7 @@ TIERS = (
     ("boundaries", "prefix", "shapes", "pack_layout", "tokenizer_ahead", "array_weights", "chat", "kernels", "rules", "state",
      "pages"),
     ("model", "checkpoint", "pack", "numa", "sampling", "prefix_tree", "snapshot_budget", "placement"),
+    ("vision",),
     ("memory", "pack_writer", "generate", "snapshots", "timeline", "roofline", "gpu_stream", "gpu_state", "gpu_report",
      "gpu_boundaries"),
     ("convert", "taking", "gpu_prefill", "sealed_file"),

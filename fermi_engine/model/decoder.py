@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from fermi_engine.formats import Experts, Matrix
@@ -13,22 +15,36 @@ from fermi_engine.model.weights import Trace, Weights, silent
 from fermi_engine.state import DeltaState, HybridState, KVPages
 
 
+class ImageTokens(NamedTuple):
+    """What images do to a run of T tokens: its positions int32 [3, T] (time, height, width), which of the tokens stand for
+    images, int64 [n], and the embeddings of those [n, H]."""
+
+    axes: np.ndarray
+    slots: np.ndarray
+    rows: np.ndarray
+
+
 class Positions:
-    """Where a run of text tokens stands: `start` int64 [1], and cos, sin [T, rotary/2] of positions start[0].. ."""
+    """Where a run of tokens stands: `start` int64 [1] in the cache, and cos, sin [T, rotary/2] of its positions."""
 
     def __init__(self, axes: np.ndarray, start: np.ndarray, rope: tuple[np.ndarray, np.ndarray]) -> None:
         self._axes, self.start, self.rope = axes, start, rope
 
     @classmethod
-    def of(cls, decoder: Decoder, start: int, count: int) -> Positions:
-        """Text positions start.. (equal on all three axes)."""
+    def of(cls, decoder: Decoder, start: int, count: int, shift: int = 0) -> Positions:
+        """Of text from `start` on; its positions are `shift` further, on all three axes."""
         axes = np.empty((3, count), np.int32)
-        axes[:] = np.arange(start, start + count)
+        axes[:] = np.arange(start + shift, start + shift + count)
+        return cls.at(decoder, start, axes)
+
+    @classmethod
+    def at(cls, decoder: Decoder, start: int, axes: np.ndarray) -> Positions:
+        """Of tokens from `start` on with positions int32 [3, T]."""
         return cls(axes, np.array([start], np.int64), decoder.rotary.at(decoder.kernels, axes))
 
-    def move(self, start: int) -> None:
-        """Other positions for calls that were recorded with these: the tables follow when they run."""
-        self._axes[:] = np.arange(start, start + self._axes.shape[1])
+    def move(self, start: int, shift: int = 0) -> None:
+        """Other places for calls that were recorded with these: the tables follow when they run."""
+        self._axes[:] = np.arange(start + shift, start + shift + self._axes.shape[1])
         self.start[0] = start
 
 
@@ -97,10 +113,18 @@ class Decoder:
         # Other formats are expanded to float32 tile by tile: a recording would have to keep every tile.
         self.is_recordable = activations == "q8_0" and formats <= {"q4_0", "q8_0"}
 
-    def hidden(self, ids: np.ndarray, state: HybridState, trace: Trace = silent) -> np.ndarray:
-        """ids int32 [T] appended to `state` -> hidden rows [T, H] before the final norm; the state moves on by T."""
+    def hidden(self, ids: np.ndarray, state: HybridState, trace: Trace = silent, images: ImageTokens | None = None,
+               shift: int = 0) -> np.ndarray:
+        """ids int32 [T] appended to `state` -> hidden rows [T, H] before the final norm; the state moves on by T.
+
+        images: those among the tokens; without any, positions are counts of tokens plus `shift`, what earlier images left.
+        """
         state.reserve(state.position + len(ids))
-        x = self._layers(ids, state, Positions.of(self, state.position, len(ids)), trace)
+        if images is None:
+            at = Positions.of(self, state.position, len(ids), shift)
+        else:
+            at = Positions.at(self, state.position, images.axes)
+        x = self._layers(ids, state, at, trace, images)
         state.position += len(ids)
         return x
 
@@ -112,20 +136,23 @@ class Decoder:
         trace("logits", out)
         return out
 
-    def step(self, token: int, state: HybridState) -> np.ndarray:
-        """One token appended to `state` -> its logits [vocab], the bits of `logits(hidden(...))` in one call into C where
-        every weight is quantised; the state moves on by one."""
+    def step(self, token: int, state: HybridState, shift: int = 0) -> np.ndarray:
+        """One token of text appended to `state` -> its logits [vocab], the bits of `logits(hidden(...))` in one call into C
+        where every weight is quantised; the state moves on by one. shift: as in `hidden`."""
         if not self.is_recordable:
-            return self.logits(self.hidden(np.array([token], np.int32), state))[0]
+            return self.logits(self.hidden(np.array([token], np.int32), state, shift=shift))[0]
         state.reserve(state.position + 1)
         if state.program is None or state.program.decoder is not self:
             state.program = Step(self, state)
-        logits = state.program.run(token, state.position)
+        logits = state.program.run(token, state.position, shift)
         state.position += 1
         return logits
 
-    def _layers(self, ids: np.ndarray, state: HybridState, at: Positions, trace: Trace) -> np.ndarray:
+    def _layers(self, ids: np.ndarray, state: HybridState, at: Positions, trace: Trace,
+                images: ImageTokens | None = None) -> np.ndarray:
         x = self.kernels.rows(self.embed_tokens, ids)
+        if images is not None:
+            x[images.slots] = images.rows
         trace("embed", x)
         for layer, part in zip(self.layers, state.layers, strict=True):
             x = layer.forward(self.kernels, x, part, at, self.mode, trace)
@@ -143,9 +170,9 @@ class Step:
             hidden = decoder._layers(self._id, state, self._at, silent)
             self._logits = decoder.logits(hidden)
 
-    def run(self, token: int, position: int) -> np.ndarray:
+    def run(self, token: int, position: int, shift: int = 0) -> np.ndarray:
         """Logits [vocab], a new array; the state's arrays move on by one token, its `position` does not."""
         self._id[0] = token
-        self._at.move(position)
+        self._at.move(position, shift)
         self._program.run()
         return self._logits[0].copy()
