@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fermi_engine.snapshot_disk import DiskTier
     from fermi_engine.snapshots import SnapshotCache
     from fermi_engine.tokenizer import Tokenizer
+    from fermi_engine.vision import Vision
 
 SNAPSHOT_RAM = 4 << 30  # bytes at most, unless it is said otherwise
 
@@ -153,6 +154,13 @@ class Engine:
         from fermi_engine.tokenizer import Tokenizer
 
         return Tokenizer.from_bytes(self.pack.files(), self.config.vocab_size, parsed and parsed.result())
+
+    @cached_property
+    def vision(self) -> Vision:
+        """The image half. Raises RequestError where the pack holds none."""
+        from fermi_engine.vision import Vision
+
+        return Vision(self.pack, self.kernels, self.options.activations)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -25,7 +25,7 @@ from reference.vision_qwen import QwenVision
 from tests import hf
 
 Grids = Sequence[tuple[int, int]]
-HIDDEN, HEADS, MLP, OUT = 36, 3, 50, 28
+HIDDEN, HEADS, MLP, OUT = 24, 2, 50, 28
 IMAGE_TOKEN = 290
 _TEXT = {"vocab_size": 40, "hidden_size": OUT, "intermediate_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2,
          "num_key_value_heads": 1, "head_dim": 8, "linear_num_key_heads": 1, "linear_num_value_heads": 1,
@@ -34,7 +34,7 @@ _TEXT = {"vocab_size": 40, "hidden_size": OUT, "intermediate_size": 8, "num_hidd
 
 def qwen(is_moe: bool, depth: int = 3, seed: int = 0, attention: str = "eager", hidden: int = HIDDEN, mlp: int = MLP,
          heads: int = HEADS) -> PreTrainedModel:
-    """A float32 tower: hidden 36, 3 heads of 12, MLP 50, patches of 3 * 2 * 4 * 4, out 28."""
+    """A float32 tower: hidden 24, 2 heads of 12, MLP 50, patches of 3 * 2 * 4 * 4, out 28."""
     config_class = transformers.Qwen3_5MoeConfig if is_moe else transformers.Qwen3_5Config
     config = config_class(text_config={}, vision_config={
         "depth": depth, "hidden_size": hidden, "intermediate_size": mlp, "num_heads": heads, "out_hidden_size": OUT,
@@ -47,7 +47,7 @@ def qwen(is_moe: bool, depth: int = 3, seed: int = 0, attention: str = "eager", 
 
 def minicpm_model(depth: int = 9, seed: int = 0, attention: str = "eager", insert: int = 6, hidden: int = HIDDEN,
                   mlp: int = MLP, heads: int = HEADS) -> PreTrainedModel:
-    """The image half of a float32 model: hidden 36, 3 heads of 12, MLP 50, patches of 3 * 2 * 2, out 28."""
+    """The image half of a float32 model: hidden 24, 2 heads of 12, MLP 50, patches of 3 * 2 * 2, out 28."""
     config = transformers.MiniCPMV4_6Config(text_config={"model_type": "qwen3_5_text", **_TEXT}, vision_config={
         "num_hidden_layers": depth, "hidden_size": hidden, "intermediate_size": mlp, "num_attention_heads": heads,
         "image_size": 140, "patch_size": 2}, insert_layer_id=insert)
