@@ -18,17 +18,15 @@ def config_array(config: ModelConfig) -> np.ndarray:
     return np.frombuffer(json.dumps(config.to_dict(), sort_keys=True).encode(), np.uint8)
 
 
-class ArrayWeights:
-    """The Weights protocol (model/weights.py) over arrays.
+class ArrayTensors:
+    """The Tensors protocol (model/weights.py) over arrays.
 
-    arrays[CONFIG] holds the configuration. A float32 tensor stands under its canonical name in the shape of the
-    checkpoint, a quantised matrix under `<name>.q4_0` or `<name>.q8_0` as plain uint8 rows; experts of a layer are one
-    array [E, ...]. Raises KeyError for a tensor that is not there.
+    A float32 tensor stands under its canonical name in the shape of the checkpoint (of a vision tower, in that of a pack), a
+    quantised matrix under `<name>.q4_0` or `<name>.q8_0` as plain uint8 rows. Raises KeyError for a tensor that is not there.
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         self._arrays = arrays
-        self.config = ModelConfig.from_dict(json.loads(arrays[CONFIG].tobytes()))
 
     def vector(self, name: str) -> np.ndarray:
         """A float32 tensor; a convolution [C, 1, K] comes as [K, C], as packs hold it."""
@@ -41,6 +39,22 @@ class ArrayWeights:
         """A matrix [rows, cols] in the format it is given in."""
         return matrix_of(*self._stored(name))
 
+    def _stored(self, name: str) -> tuple[str, np.ndarray]:
+        if name in self._arrays:
+            return "f32", self._arrays[name]
+        format = next((f for f in ("q4_0", "q8_0") if f"{name}.{f}" in self._arrays), None)
+        if format is None:
+            raise KeyError(f"no array {name}, nor quantised as {name}.q4_0 or {name}.q8_0")
+        return format, self._arrays[f"{name}.{format}"]
+
+
+class ArrayWeights(ArrayTensors):
+    """The Weights protocol over arrays. arrays[CONFIG] holds the configuration; experts of a layer are one array [E, ...]."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        super().__init__(arrays)
+        self.config = ModelConfig.from_dict(json.loads(arrays[CONFIG].tobytes()))
+
     def experts(self, layer: int) -> tuple[Experts, Experts]:
         """gate_up [2I, H] and down [H, I] of all experts of a layer, the two of an expert side by side, as packs hold them."""
         pair = [self._stored(f"layers.{layer}.mlp.experts.{part}") for part in ("gate_up_proj", "down_proj")]
@@ -50,14 +64,6 @@ class ArrayWeights:
         gate_up, down = (Experts(one.format, len(parts[0]), one.rows, one.cols, stride, data[start:])
                          for (one, *_), start in zip(parts, starts, strict=True))
         return gate_up, down
-
-    def _stored(self, name: str) -> tuple[str, np.ndarray]:
-        if name in self._arrays:
-            return "f32", self._arrays[name]
-        format = next((f for f in ("q4_0", "q8_0") if f"{name}.{f}" in self._arrays), None)
-        if format is None:
-            raise KeyError(f"no array {name}, nor quantised as {name}.q4_0 or {name}.q8_0")
-        return format, self._arrays[f"{name}.{format}"]
 
 
 def matrix_of(format: str, array: np.ndarray) -> Matrix:

@@ -80,6 +80,10 @@ def rms_norm(k: CpuKernels, a: Arrays) -> Arrays:
     return {"y": k.rms_norm(a["x"], a["w"], float(a["eps"]), float(a["offset"]))}
 
 
+def layer_norm(k: CpuKernels, a: Arrays) -> Arrays:
+    return {"y": k.layer_norm(a["x"], a["w"], a["b"], float(a["eps"]))}
+
+
 def gated_rms_norm(k: CpuKernels, a: Arrays) -> Arrays:
     return {"y": k.gated_rms_norm(a["o"], a["z"], a["w"], float(a["eps"]))}
 
@@ -200,3 +204,15 @@ def quantize(format: str) -> Compute:
         matrix = Matrix.from_f32(a["x"], format)
         return {"bytes": matrix.plain(), "values": matrix.dequantize()}
     return compute
+
+
+def full_attention(k: CpuKernels, a: Arrays) -> Arrays:
+    return {"o": k.full_attention(a["q"], a["k"], a["v"], int(a["window"]), float(a["scale"]))}
+
+
+def add_bias(k: CpuKernels, a: Arrays) -> Arrays:
+    return {"x": k.add_bias(own(k, a["x"]), a["b"])}
+
+
+def group_mean(k: CpuKernels, a: Arrays) -> Arrays:
+    return {"y": k.group_mean(a["x"], int(a["group"]))}

@@ -19,6 +19,10 @@ from fermi_engine.state import KVPages
 NORM = 6  # mean + eps (halved by the root), root, quotient; x * scale, 1 + w, product
 MATRIX = 2  # a product and the last addition
 BLOCK = NORM + 1  # round a mixer or feed-forward part: the norm before it, the residual after it
+LAYER_NORM = NORM + 3  # and the mean, what is left of it, the bias
+# Both GELUs are evaluated in double: csrc/scalar/math.h.
+GELU_TANH_ULP, GELU_ERF_ULP = 0.505, 0.518
+TAPS = 2 + 1 + 2 + 4  # of the position table: place (2), its fraction, weight (2: 1 - f, product), sum of four
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,12 @@ class Arithmetic:
             largest = max(largest, np.abs(scores).max())
         return 2 * largest + 2 * self.exp_ulp + 1 + self.division
 
+    def window_softmax(self, a: Arrays) -> float:
+        """The same without a cache, each window by itself."""
+        q, k = (a[name].reshape(-1, int(a["window"]), *a[name].shape[1:]).astype(np.float64) for name in ("q", "k"))
+        largest = np.abs(np.einsum("gthd,gshd->ghts", q, k)).max() * float(a["scale"])
+        return 2 * largest + 2 * self.exp_ulp + 1 + self.division
+
     def cached_size(self, a: Arrays) -> float:
         """Largest value in any format, which may cancel."""
         return max(float(np.abs(values).max()) for values in self._cached(a, "v"))
@@ -128,6 +138,16 @@ class Arithmetic:
         """The same, the router, the gate of the shared expert."""
         return self.dense + self._softmax + self.logistic
 
+    @property
+    def vision_block(self) -> float:
+        """Two layer norms, rope (3), softmax, four matrices with biases, GELU, two residuals."""
+        return 2 * LAYER_NORM + 3 + self._softmax + self.division - 1 + 4 * (MATRIX + 1) + 2 * GELU_ERF_ULP + 2
+
+    def vision_tower(self, a: Arrays) -> float:
+        """Patches and positions, two additions a layer in the residual stream, then at most one block, or merger."""
+        layers = 1 + max(int(part) for name in a for part in name.split(".") if part.isdecimal())
+        return MATRIX + 2 + TAPS + 2 * layers + self.vision_block
+
     def decoder_chain(self, a: Arrays) -> float:
         """Two additions a layer in the residual stream; then at most one mixer, into a state, or norm and head."""
         layers = 1 + max(int(name.split(".")[1]) for name in a if name.startswith("layers."))
@@ -167,6 +187,11 @@ def up_gain(a: Arrays) -> float:
 def x_gain(a: Arrays) -> float:
     """The logistic underflows, `x` enlarges."""
     return max(1.0, float(np.abs(a["x"]).max(initial=0)))
+
+
+def group_sum(a: Arrays) -> float:
+    """Additions after the first element, and the quotient."""
+    return int(a["group"])
 
 
 def value_size(a: Arrays) -> float:

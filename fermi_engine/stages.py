@@ -1,9 +1,9 @@
 """THE STAGE TABLE, shipped half: name, candidates and compare rule of everything that is checked against the reference.
 
 tests/stages.py holds the other half, reference and inputs per name. Rows go from kernels up to generation, so the first that
-diverges is the cause. A row for every op of csrc/kernels.h and csrc/sm20/ops.h, and for the quantisers, mixers and whole
-small models. A row runs on the CPU's backends, on sm_20 (`emulated`, `cuda`) or on both: that is a property of the row. NumPy
-only.
+diverges is the cause; then images, from pixels to prompts. A row for every op of csrc/kernels.h and csrc/sm20/ops.h, and for the
+quantisers, mixers and whole small models. A row runs on the CPU's backends, on sm_20 (`emulated`, `cuda`) or on both: that is a
+property of the row. NumPy only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fermi_engine import device_run, gpu_runs, kernels, runs
+from fermi_engine import device_run, gpu_runs, kernels, runs, vision_runs
 from fermi_engine import stage_cpu as cpu
 from fermi_engine import stage_gpu as gpu
 from fermi_engine import stage_products as products
@@ -33,7 +33,23 @@ from fermi_engine.compare import (
 from fermi_engine.device_run import DEVICES
 from fermi_engine.errors import BackendError
 from fermi_engine.kernels.dispatch import BACKENDS
-from fermi_engine.stage_limits import BLOCK, CPU, NORM, SM20, Arithmetic, block_gain, block_sum, up_gain, x_gain
+from fermi_engine.stage_limits import (
+    BLOCK,
+    CPU,
+    GELU_ERF_ULP,
+    GELU_TANH_ULP,
+    LAYER_NORM,
+    NORM,
+    SM20,
+    TAPS,
+    Arithmetic,
+    block_gain,
+    block_sum,
+    group_sum,
+    up_gain,
+    value_size,
+    x_gain,
+)
 
 CPU_BACKENDS = tuple(backend.name for backend in BACKENDS)
 By = Rule | Callable[[Arithmetic], Rule]  # one rule for all, or one made from a family's arithmetic
@@ -121,6 +137,8 @@ STAGES = (
     _kernel("log1p_f32",       cpu.elementwise("log1p_f32"), None,                        lambda on: Ulp(on.log1p_ulp)),
     _kernel("sin_f32",         cpu.elementwise("sin_f32"),   None,                        lambda on: Ulp(on.sin_ulp)),
     _kernel("cos_f32",         cpu.elementwise("cos_f32"),   None,                        lambda on: Ulp(on.cos_ulp)),
+    _kernel("gelu_tanh",       cpu.elementwise("gelu_tanh"), None,                        Ulp(GELU_TANH_ULP)),
+    _kernel("gelu_erf",        cpu.elementwise("gelu_erf"),  None,                        Ulp(GELU_ERF_ULP)),
     _above("q4_0_quantize",    cpu.quantize("q4_0"),         None,                        Exact()),
     _above("q8_0_quantize",    cpu.quantize("q8_0"),         None,                        Exact()),
     _above("f16_quantize",     cpu.quantize("f16"),          None,                        Exact()),
@@ -136,6 +154,7 @@ STAGES = (
     _kernel("dequantize_f16",  cpu.dequantize("f16"),        products.dequantize("f16"),  Exact()),
     _kernel("gemm_f32",        cpu.gemm_f32,                 products.gemm_f32,           lambda on: Rounding(*on.dot)),
     _kernel("rms_norm",        cpu.rms_norm,                 gpu.rms_norm,                TwiceReference(NORM)),
+    _kernel("layer_norm",      cpu.layer_norm,               None,                        TwiceReference(LAYER_NORM)),
     _kernel("gated_rms_norm",  cpu.gated_rms_norm,           gpu.gated_rms_norm,
             lambda on: TwiceReference(NORM + on.silu)),
     _kernel("l2_norm",         cpu.l2_norm,                  gpu.l2_norm,                 TwiceReference(NORM)),
@@ -150,6 +169,8 @@ STAGES = (
     _kernel("kv_append",       cpu.kv_append,                gpu.kv_append,               Exact()),
     _kernel("attention",       cpu.attention,                gpu.attention,
             lambda on: TwiceReference(on.score_softmax, on.cached_size)),
+    _kernel("full_attention",  cpu.full_attention,           None,
+            lambda on: TwiceReference(on.window_softmax, value_size)),
     _kernel("router_topk",     cpu.router_topk,              gpu.router_topk,
             lambda on: All(ids=Exact(), weights=Rounding(on.chosen_softmax))),
     _kernel("expert_rows",     cpu.expert_rows,              gpu.expert_rows,             Exact()),
@@ -159,6 +180,8 @@ STAGES = (
             lambda on: Rounding(on.logistic + 1, x_gain)),
     _kernel("moe_combine",     cpu.moe_combine,              gpu.moe_combine,             lambda on: Rounding(on.weighted_rows)),
     _kernel("add",             cpu.add,                      gpu.add,                     Exact()),
+    _kernel("add_bias",        cpu.add_bias,                 None,                        Exact()),
+    _kernel("group_mean",      cpu.group_mean,               None,                        Rounding(group_sum)),
     _kernel("embed",           None,                         products.embed,              Exact()),
     _kernel("gemm_f32_tiles",  None,                         products.tiles("f32"),       lambda on: Rounding(*on.dot)),
     _kernel("gemm_q4_0",       None,                         products.tiles("q4_0"),      lambda on: Rounding(*on.dot)),
@@ -194,6 +217,21 @@ STAGES = (
             All(logits=Divergence(), digest=Exact())),
     _above("snapshot_resume",  runs.resumed,                 None,                        Exact()),
     _above("generate",         runs.greedy,                  None,                        Tokens()),
+    _above("image_patches",    vision_runs.image_patches,    None,                        Exact()),
+    _above("vision_positions", vision_runs.vision_positions, None,
+            lambda on: All(Exact(), table=TwiceReference(TAPS), cos=Ulp(on.cos_ulp), sin=Ulp(on.sin_ulp))),
+    _above("qwen_block",       vision_runs.qwen_block,       None,
+            lambda on: TwiceReference(on.vision_block)),
+    _above("minicpm_layer",    vision_runs.minicpm_layer,    None,
+            lambda on: TwiceReference(on.vision_block)),
+    _above("window_merger",    vision_runs.window_merger,    None,
+            lambda on: TwiceReference(on.vision_block)),
+    _above("qwen_tower",       vision_runs.qwen_tower,       None,
+            lambda on: TwiceReference(on.vision_tower)),
+    _above("minicpm_tower",    vision_runs.minicpm_tower,    None,
+            lambda on: TwiceReference(on.vision_tower)),
+    _above("image_prompt",     vision_runs.image_prompt,     None,
+            lambda on: TwiceReference(on.decoder_chain)),
 )
 
 

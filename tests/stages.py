@@ -1,6 +1,7 @@
 """THE STAGE TABLE, test half: reference, inputs and golden of each row of fermi_engine/stages.py.
 
-The references stand in kernel_references.py, rows of sm_20 alone in gpu_stages.py, rows above kernels in model_stages.py.
+The references stand in kernel_references.py, rows of sm_20 alone in gpu_stages.py, rows above kernels in model_stages.py and
+vision_stages.py.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from reference import vision
 from tests import kernel_references as ref
 from tests import strategies as draw
 from tests.gpu_stages import GPU_ORACLES
 from tests.model_stages import MODEL_ORACLES
 from tests.oracle import Oracle, Reference
 from tests.strategies import EDGES, edges, few, gaps, lengths
+from tests.vision_stages import KERNEL_ORACLES, VISION_ORACLES
 
 
 def _maps(function: Callable[[Tensor], Tensor], reach: float) -> Oracle:
@@ -71,6 +74,8 @@ ORACLES: dict[str, Oracle] = {
     "log1p_f32": _maps(torch.log1p, 2.0**40),
     "sin_f32": _maps(torch.sin, 2.0**30),
     "cos_f32": _maps(torch.cos, 2.0**30),
+    "gelu_tanh": _maps(vision.gelu_tanh, 16.0),
+    "gelu_erf": _maps(vision.gelu_erf, 16.0),
     "q4_0_quantize": _block_rows(ref.quantize("q4_0"), "powers"),
     "q8_0_quantize": _block_rows(ref.quantize("q8_0"), "powers"),
     "f16_quantize": _block_rows(ref.quantize_f16, "powers"),
@@ -91,6 +96,7 @@ ORACLES: dict[str, Oracle] = {
     "rms_norm": Oracle(
         draw.norm_rows, {"rows": few, "n": lengths, "extra": gaps, "offset": st.integers(0, 1), "edge": edges},
         {"rows": 3, "n": 1061, "extra": 3, "offset": 1, "edge": "zero row"}, ref.rms_norm),
+    "layer_norm": KERNEL_ORACLES["layer_norm"],
     "gated_rms_norm": Oracle(
         draw.gated_norm_rows, {"rows": few, "n": lengths, "edge": edges, "spread": _spread},
         {"rows": 7, "n": 53, "edge": "zero row", "spread": 8.0}, ref.gated_rms_norm),
@@ -129,6 +135,7 @@ ORACLES: dict[str, Oracle] = {
             "page_tokens": st.sampled_from((1, 4, 7, 64, 100)), "edge": st.sampled_from(("sharp", "codes", *EDGES))},
         {"past": 66, "tokens": 5, "kv_heads": 2, "group": 3, "head_dim": 64, "page_tokens": 7, "edge": "small"},
         ref.attention),
+    "full_attention": KERNEL_ORACLES["full_attention"],
     "router_topk": Oracle(
         draw.router_logits,
         {"tokens": few, "experts": _expert_counts, "k": st.sampled_from((1, 2, 8, 32)), "edge": edges},
@@ -149,6 +156,9 @@ ORACLES: dict[str, Oracle] = {
         {"tokens": 7, "k": 5, "n": 37, "edge": "plain"}, ref.combine, ref.combine_bound),
     "add": Oracle(
         draw.sums, {"rows": few, "n": lengths, "edge": edges}, {"rows": 5, "n": 53, "edge": "outlier"}, ref.sum_of_two),
+    "add_bias": KERNEL_ORACLES["add_bias"],
+    "group_mean": KERNEL_ORACLES["group_mean"],
     **GPU_ORACLES,
     **MODEL_ORACLES,
+    **VISION_ORACLES,
 }

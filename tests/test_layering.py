@@ -36,7 +36,7 @@ TIERS = (
     ("convert", "taking", "gpu_prefill", "sealed_file"),
     ("session", "gpu_cost", "snapshot_files"),
     ("gpu_choice", "snapshot_disk"),
-    ("engine", "runs", "device_run", "named_session"),
+    ("engine", "runs", "device_run", "vision_runs", "named_session"),
     ("stage_cpu", "gpu_runs"),
     ("stage_limits", "stage_gpu"),
     ("stage_products",),

@@ -13,8 +13,8 @@ from fermi_engine import kernels
 from fermi_engine.formats import FORMATS, Matrix
 from fermi_engine.kernels import dispatch
 from fermi_engine.model import vision
-from fermi_engine.model.vision_minicpm import MiniCpmVision
-from fermi_engine.model.vision_qwen import QwenVision
+from fermi_engine.model.vision_minicpm import MiniCpmVision, position_ids
+from fermi_engine.model.vision_qwen import QwenVision, position_rows, rotary_tables
 from fermi_engine.vision_config import MINICPM, QWEN, VisionConfig, vision_shapes
 from reference import vision as reference_vision
 from reference import vision_minicpm, vision_qwen
@@ -160,9 +160,8 @@ def test_quantised_towers_are_the_reference_on_the_same_values(family):
 
 @pytest.mark.parametrize("size", [2, 4, 6, 28, 34, 70, 140])
 def test_buckets_and_windows_are_those_of_the_reference(size):
-    model = engine(MINICPM)
     for grid in ((size, 12), (12, size)):
-        assert np.array_equal(model.position_ids([grid]), vision_minicpm.position_ids(grid, 70).numpy())
+        assert np.array_equal(position_ids(70, [grid]), vision_minicpm.position_ids(grid, 70).numpy())
         rows, columns = vision.block_order(*grid)
         theirs = reference_vision.block_order(*grid)
         assert all(np.array_equal(a, b.numpy()) for a, b in zip((rows, columns), theirs, strict=True))
@@ -171,13 +170,13 @@ def test_buckets_and_windows_are_those_of_the_reference(size):
 
 
 def test_position_table_and_rotary_tables_of_qwen():
-    model = engine(QWEN)
+    k, table = kernels.get(None, 1), tower(QWEN)[1]["visual.pos_embed.weight"]
     truth = tower(QWEN)[2]
     for grid in ((2, 2), (48, 4), (4, 96), (50, 46)):
         exact = vision_qwen.position_embedding(truth.params["pos_embed.weight"], grid).numpy()
         single = vision_qwen.position_embedding(truth.params["pos_embed.weight"].float(), grid).numpy()
-        assert np.abs(model.positions([grid]) - exact).max() <= 2 * np.abs(single - exact).max() + 2.0**-24
-        for ours, theirs in zip(model.rope([grid]), vision_qwen.rotary_tables(grid, 8, torch.float64), strict=True):
+        assert np.abs(position_rows(k, table, [grid]) - exact).max() <= 2 * np.abs(single - exact).max() + 2.0**-24
+        for ours, theirs in zip(rotary_tables(k, 8, [grid]), vision_qwen.rotary_tables(grid, 8, torch.float64), strict=True):
             assert np.abs(ours - theirs.numpy()).max() <= 128 * 2.0**-24
 
 

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers import vision_utils
 
 from fermi_engine.config import ModelConfig
-from reference import vision, vision_minicpm, vision_qwen
+from reference import resize, vision, vision_minicpm, vision_qwen
 from reference.decoder import Decoder
 from tests import hf, hf_vision
 
@@ -293,3 +294,23 @@ def test_text_positions_are_those_of_transformers():
         # transformers continues from the largest position; markers after the last image make that the next one
         if ids[-1] != IMAGE:
             assert following == expected
+
+
+# Pixels
+
+
+def test_resized_pixels_are_those_of_pillow():
+    """Where every Pillow takes columns first, and else in the order of this one."""
+    draw, fixed, turned = np.random.default_rng(0), 0, 0
+    for height, width, rows, columns in draw.integers(1, 45, (120, 4)).tolist():
+        pixels = draw.integers(0, 256, (height, width, 3)).astype(np.uint8)
+        theirs = np.asarray(Image.fromarray(pixels).resize((columns, rows), resample=Image.Resampling.BICUBIC))
+        source = torch.from_numpy(pixels)
+        orders = [resize.resize(source, rows, columns, first).numpy() for first in (False, True)]
+        if resize.order_depends(source, rows, columns):
+            assert any(np.array_equal(theirs, ours) for ours in orders)
+            turned += 1
+        else:
+            assert np.array_equal(theirs, orders[0])
+            fixed += 1
+    assert min(fixed, turned) > 20

@@ -94,7 +94,7 @@ class MiniCpmVision:
         check_patches(patches, grids, self.config.patch_width, 4 if per_token == 16 else 2)
         k, mode = self.kernels, self.mode
         x = in_parts(patches, lambda rows: self.patch_embedding.forward(k, k.activations(rows), mode))
-        x = k.add(x, self.table[self.position_ids(grids)])
+        x = k.add(x, self.table[position_ids(self.config.table_side, grids)])
         trace("embed", x)
         for i, layer in enumerate(self.layers):
             x = layer.forward(k, x, [height * width for height, width in grids], mode)
@@ -109,16 +109,17 @@ class MiniCpmVision:
         trace("merger", merged)
         return merged
 
-    def position_ids(self, grids: Sequence[Grid]) -> np.ndarray:
-        """Table row of each patch in raster order, int64 [N]: patch i of n falls in bucket floor(side * i / n), in integers,
-        so that what meets a boundary belongs above it."""
-        side, parts = self.config.table_side, []
-        for grid in grids:
-            rows, columns = (side * np.arange(n) // n for n in grid)
-            parts.append((rows[:, None] * side + columns).ravel())
-        return np.concatenate(parts)
-
     def project(self, x: np.ndarray, grids: Sequence[Grid]) -> np.ndarray:
         """x [n, H] in raster order -> [n / 4, out_hidden_size]: four neighbours side by side, normed together."""
         joined = x[raster_to_blocks(grids)].reshape(len(x) // WINDOW, -1)
         return self.projector.forward(self.kernels, joined, self.mode)
+
+
+def position_ids(side: int, grids: Sequence[Grid]) -> np.ndarray:
+    """Row of a position table [side * side, H] for each patch in raster order, int64 [N]: patch i of n falls in bucket
+    floor(side * i / n), in integers, so that what meets a boundary belongs above it."""
+    parts = []
+    for grid in grids:
+        rows, columns = (side * np.arange(n) // n for n in grid)
+        parts.append((rows[:, None] * side + columns).ravel())
+    return np.concatenate(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -54,9 +55,9 @@ class QwenVision:
         check_patches(patches, grids, self.config.patch_width, 2)
         k, mode = self.kernels, self.mode
         x = in_parts(patches, lambda rows: self.patch_embed.forward(k, k.activations(rows), mode))
-        x = k.add(x, self.positions(grids))
+        x = k.add(x, position_rows(k, self.table, grids))
         trace("embed", x)
-        rope, lengths = self.rope(grids), [height * width for height, width in grids]
+        rope, lengths = rotary_tables(k, self.config.head_dim, grids), [height * width for height, width in grids]
         for i, block in enumerate(self.blocks):
             x = block.forward(k, x, rope, lengths, mode)
             trace(f"blocks.{i}", x)
@@ -64,35 +65,38 @@ class QwenVision:
         trace("merger", merged)
         return merged
 
-    def positions(self, grids: Sequence[Grid]) -> np.ndarray:
-        """The square position table [side * side, H] read bilinearly at each patch -> [N, H] in block order; the ends of the
-        table lie on the first and last patch."""
-        rows, weights = (np.concatenate(parts) for parts in zip(*(self._taps(grid) for grid in grids), strict=True))
-        return self.kernels.weighted_rows(self.table, rows, weights)
-
-    def _taps(self, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
-        """Table rows int32 [n, 4] and weights [n, 4] of each patch: above left, above right, below left, below right."""
-        side = self.config.table_side
-        (top, bottom, down), (left, right, across) = (
-            _axis_taps(places, size, side) for places, size in zip(block_order(*grid), grid, strict=True))
-        one = np.float32(1)
-        rows = np.stack([row * side + column for row in (top, bottom) for column in (left, right)], axis=1)
-        weights = np.stack([a * b for a in (one - down, down) for b in (one - across, across)], axis=1)
-        return rows, weights
-
-    def rope(self, grids: Sequence[Grid]) -> tuple[np.ndarray, np.ndarray]:
-        """cos and sin [N, head_dim / 2] in block order: the first half of the angles turns with the row, the second with the
-        column."""
-        quarter = self.config.head_dim // 4
-        places = np.concatenate([np.stack(block_order(*grid)) for grid in grids], axis=1)
-        positions = np.concatenate([np.zeros_like(places[:1]), places])  # the kernel's axes are time, row, column
-        axis = np.repeat(np.array([1, 2], np.int32), quarter)
-        return self.kernels.rope_tables(positions, np.tile(inv_freq(2 * quarter, QWEN_THETA), 2), axis)
-
     def merge(self, x: np.ndarray) -> np.ndarray:
         """x [N, H] in block order -> [N / 4, out_hidden_size]: each patch normed, four neighbours side by side."""
         joined = self.norm.forward(self.kernels, x).reshape(len(x) // 4, -1)
         return self.merger.forward(self.kernels, joined, self.mode)
+
+
+def position_rows(k: CpuKernels, table: np.ndarray, grids: Sequence[Grid]) -> np.ndarray:
+    """The square position table [side * side, H] read bilinearly at each patch -> [N, H] in block order; the ends of the table
+    lie on the first and last patch."""
+    taps = [_taps(grid, math.isqrt(len(table))) for grid in grids]
+    rows, weights = (np.concatenate(parts) for parts in zip(*taps, strict=True))
+    return k.weighted_rows(table, rows, weights)
+
+
+def rotary_tables(k: CpuKernels, head_dim: int, grids: Sequence[Grid]) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin [N, head_dim / 2] in block order: the first half of the angles turns with the row, the second with the
+    column."""
+    quarter = head_dim // 4
+    places = np.concatenate([np.stack(block_order(*grid)) for grid in grids], axis=1)
+    positions = np.concatenate([np.zeros_like(places[:1]), places])  # the kernel's axes are time, row, column
+    axis = np.repeat(np.array([1, 2], np.int32), quarter)
+    return k.rope_tables(positions, np.tile(inv_freq(2 * quarter, QWEN_THETA), 2), axis)
+
+
+def _taps(grid: Grid, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Table rows int32 [n, 4] and weights [n, 4] of each patch: above left, above right, below left, below right."""
+    (top, bottom, down), (left, right, across) = (
+        _axis_taps(places, size, side) for places, size in zip(block_order(*grid), grid, strict=True))
+    one = np.float32(1)
+    rows = np.stack([row * side + column for row in (top, bottom) for column in (left, right)], axis=1)
+    weights = np.stack([a * b for a in (one - down, down) for b in (one - across, across)], axis=1)
+    return rows, weights
 
 
 def _axis_taps(places: np.ndarray, size: int, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
