@@ -45,7 +45,7 @@ class Pair:
         settings = {**(MINICPM_IMAGES if family == "minicpmv4_6" else QWEN_IMAGES), "patch_size": patch}
         (directory / "preprocessor_config.json").write_text(json.dumps(settings))
         self.processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
-        self.engine = Engine.load(directory, format="f32")
+        self.directory, self.engine = directory, Engine.load(directory, format="f32")
 
     def prompt(self, images: list[PreparedImage]) -> list[int]:
         """Text around each image, text at both ends; each view between markers of its own."""
@@ -131,6 +131,22 @@ def test_decoding_goes_on_behind_the_images(pair):
     both = decoder.logits(decoder.hidden(np.array([20, 21], np.int32), state_copy, shift=shift))
     assert np.array_equal(np.stack(rows), both)
     assert error(torch.from_numpy(both), theirs[-2:]) < 1e-5
+
+
+def test_a_recorded_step_stands_behind_the_images_too(pair):
+    """A quantised model decodes by a list of calls that was recorded at other positions."""
+    engine = Engine.load(pair.directory, format="q8_0")
+    assert engine.decoder.is_recordable
+    images = [engine.vision.prepare(one) for one in pictures(SIZES["one"])]
+    ids = pair.prompt(images)
+    placed, state = engine.vision.place(np.array(ids), images), engine.session().state
+    shift = placed.end - len(ids)
+    engine.decoder.hidden(np.array(ids, np.int32), state, images=placed.part(0, len(ids)))
+    beside, counted = state.copy(), state.copy()
+    rows = [engine.decoder.step(token, state, shift) for token in (20, 21)]
+    both = engine.decoder.logits(engine.decoder.hidden(np.array([20, 21], np.int32), beside, shift=shift))
+    assert np.array_equal(np.stack(rows), both)
+    assert np.array_equal(rows[0], engine.decoder.step(20, counted)) == (shift == 0)
 
 
 def test_a_pixel_changes_embeddings_and_digest(pair):

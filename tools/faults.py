@@ -13,6 +13,7 @@ from tools.faults_kernels import KERNELS, Fault
 from tools.faults_sm20 import SM20
 from tools.faults_snapshot_disk import SNAPSHOT_DISK
 from tools.faults_snapshots import SNAPSHOTS
+from tools.faults_vision import VISION
 
 __all__ = ["FAULTS", "Fault"]
 
@@ -309,4 +310,4 @@ MODEL_SENSE = (
     ),
 )
 
-FAULTS = KERNELS + AVX2 + SM20 + MODEL + GPU_PREFILL + SNAPSHOTS + SNAPSHOT_DISK + FILES + TEXT + MODEL_SENSE
+FAULTS = KERNELS + AVX2 + SM20 + MODEL + GPU_PREFILL + SNAPSHOTS + SNAPSHOT_DISK + FILES + TEXT + VISION + MODEL_SENSE
