@@ -31,7 +31,8 @@ modes = pytest.mark.parametrize("mode", MINICPM)
 def sizes(count: int, longest: int, aspect: float) -> list[tuple[int, int]]:
     """Sides from 1 to `longest`, small, odd and long ones as likely as large; the first are corners."""
     corners = [(1, 1), (1, 2), (27, 28), (28, 27), (32, 32), (448, 448), (448, 449), (449, 448), (4000, 4000), (1, 150), (150, 1),
-               (256, 256), (4096, 4096), (4096, 4097), (896, 896), (1344, 896), (600, 400), (600, 600), (48, 80), (80, 48), (16, 16)]
+               (256, 256), (4096, 4096), (4096, 4097), (896, 896), (1344, 896), (600, 400), (600, 600), (48, 80), (80, 48),
+               (16, 16)]
     draw, found = np.random.default_rng(7), list(corners)
     while len(found) < count:
         sides = np.concatenate([np.exp(draw.uniform(0, math.log(longest), (100, 2))), draw.uniform(1, longest / 3, (100, 2))])
