@@ -3,7 +3,7 @@
 #include "attention_rows.h"
 
 /* Rows of one head and window: tokens token..token+rows. */
-static AVX2 void window_rows(const full_attention_args *a, query *queries, int64_t rows, int64_t token, int64_t head)
+static AVX2 void avx2_window_rows(const full_attention_args *a, query *queries, int64_t rows, int64_t token, int64_t head)
 {
     int64_t row = a->heads * a->head_dim, first = token / a->window * a->window;
     void *k = (void *)(a->k + first * row), *v = (void *)(a->v + first * row);
@@ -18,7 +18,7 @@ static AVX2 void window_rows(const full_attention_args *a, query *queries, int64
 }
 
 /* The items of [begin, end) of one head. */
-static AVX2 void head_rows(const full_attention_args *a, int64_t begin, int64_t end, int64_t head)
+static AVX2 void avx2_head_rows(const full_attention_args *a, int64_t begin, int64_t end, int64_t head)
 {
     query queries[MAX_ROWS];
     int64_t token = (begin - head + a->heads - 1) / a->heads, last = (end - head + a->heads - 1) / a->heads;
@@ -26,7 +26,7 @@ static AVX2 void head_rows(const full_attention_args *a, int64_t begin, int64_t 
         int64_t rows = (token / a->window + 1) * a->window - token;
         rows = rows < last - token ? rows : last - token;
         rows = rows < MAX_ROWS ? rows : MAX_ROWS;
-        window_rows(a, queries, rows, token, head);
+        avx2_window_rows(a, queries, rows, token, head);
         token += rows;
     }
 }
@@ -34,5 +34,5 @@ static AVX2 void head_rows(const full_attention_args *a, int64_t begin, int64_t 
 AVX2 void avx2_full_attention(const full_attention_args *a, int64_t begin, int64_t end)
 {
     for (int64_t head = 0; head < a->heads; head++)
-        head_rows(a, begin, end, head);
+        avx2_head_rows(a, begin, end, head);
 }

@@ -5,7 +5,7 @@
 #include "math.h"
 
 /* Lane sum of x. */
-static AVX2 float sum_of(const float *x, int64_t n)
+static AVX2 float avx2_sum_of(const float *x, int64_t n)
 {
     __m256 v[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
     int64_t whole = n / LANES * LANES;
@@ -33,7 +33,7 @@ AVX2 void avx2_layer_norm(const layer_norm_args *a, int64_t begin, int64_t end)
     for (int64_t row = begin; row < end; row++) {
         const float *x = a->x + row * n;
         float *y = a->y + row * n;
-        __m256 mean = _mm256_set1_ps(sum_of(x, n) / (float)n);
+        __m256 mean = _mm256_set1_ps(avx2_sum_of(x, n) / (float)n);
         int64_t i = 0;
         for (; i + 8 <= n; i += 8)
             centre(x + i, y + i, mean, 8);
