@@ -20,6 +20,7 @@ from fermi_engine.kernels.threads import cpus_to_pin, default_threads
 if TYPE_CHECKING:
     from fermi_engine.generate import Stream
     from fermi_engine.gpu_choice import GpuChoice
+    from fermi_engine.image_patches import PreparedImage
     from fermi_engine.pack import Pack
     from fermi_engine.sampling import SamplingParams
     from fermi_engine.session import Session
@@ -192,6 +193,7 @@ class Engine:
         params: SamplingParams | None = None,
         stop: Sequence[str] = (),
         *,
+        images: Sequence[PreparedImage] = (),
         session: Session | None = None,
         reasoning_open: bool = False,
         cancelled: Callable[[], bool] | None = None,
@@ -199,12 +201,12 @@ class Engine:
         """The continuation of `ids` as a Stream: iterate for one Piece a token; `finish` holds the Finish record then.
 
         session: continue this one (its tokens come before `ids`); else `ids` is the whole history, of which nothing is evaluated
-        that a snapshot holds. reasoning_open: the prompt ends inside an open <think>. Raises RequestError for prompts and
-        settings that cannot be served, before any work.
+        that a snapshot holds. images: those whose tokens are among `ids` (Vision.expand). reasoning_open: the prompt ends inside
+        an open <think>. Raises RequestError for prompts and settings that cannot be served, before any work.
         """
         from fermi_engine import generate
         from fermi_engine.sampling import SamplingParams
-        from fermi_engine.timeline import Timeline
+        from fermi_engine.timeline import Pictured, Timeline
 
         timeline = session or Timeline(self, is_once=True)
         room = self.context - timeline.position
@@ -213,8 +215,13 @@ class Engine:
                 f"{timeline.position + len(ids)} tokens exceed the context of {self.context}; "
                 "shorten the prompt or raise --ctx-size"
             )
+        driven: Any = timeline
+        if images and session is None:
+            timeline.images = tuple(images)
+        elif images:
+            driven = Pictured(timeline, images)
         return generate.stream(
-            timeline,
+            driven,
             ids,
             params or SamplingParams(),
             eos_ids=self.eos_ids,

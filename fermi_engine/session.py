@@ -16,9 +16,11 @@ from fermi_engine.prefix import NumericPath, Prefix
 from fermi_engine.snapshots import Snapshot, SnapshotCache
 from fermi_engine.state import HybridState
 from fermi_engine.taking import Taking, extended
+from fermi_engine.vision import PlacedImages, Seen
 
 if TYPE_CHECKING:
     from fermi_engine.engine import Engine
+    from fermi_engine.image_patches import PreparedImage
 
 __all__ = ["Session", "Snapshot"]
 
@@ -42,6 +44,7 @@ class Session:
         self.cached_tokens = 0  # of the last `prompt`: how many it did not evaluate
         self.promise: str | None = None  # of the last `prompt`: see Taking.promise
         self._tokens: list[int] = []
+        self._seen = Seen()
         self._trail: tuple[tuple[int, str], ...] = ()
         self._saved = 0  # tokens at which the cache has this timeline
         self._state: HybridState | None = HybridState.fresh(
@@ -61,7 +64,7 @@ class Session:
     @property
     def prefix(self) -> Prefix:
         """What the state depends on."""
-        return Prefix(self._tokens, self.path)
+        return Prefix(self._tokens, self.path, self._seen.images)
 
     @property
     def vocab_size(self) -> int:
@@ -80,37 +83,45 @@ class Session:
             raise RequestError("this session was interrupted inside a call; restore a snapshot or start a new session")
         return self._state
 
-    def prefill(self, ids: Sequence[int], progress: Progress | None = None) -> np.ndarray:
+    def prefill(self, ids: Sequence[int], progress: Progress | None = None, images: Sequence[PreparedImage] = ()) -> np.ndarray:
         """Append ids; logits of the last one, float32 [vocab]. `progress(done, total)` is called after each token block.
 
-        Raises RequestError for no ids, ids outside the vocabulary, or more tokens than the context holds. Raises DeviceError
-        when a GPU that has to do it fails; the session is as before then.
+        images: those whose tokens are among `ids` (Vision.expand), in order. Raises RequestError for no ids, ids outside the
+        vocabulary, more tokens than the context holds, or images that do not fit them. Raises DeviceError when a GPU that has to
+        do it fails; the session is as before then.
         """
-        return self._append(self._checked(ids, self.position), progress, None)
+        checked = self._checked(ids, self.position)
+        return self._append(checked, progress, None, images=self._placed(checked, images, self.position))
 
     def decode(self, token: int) -> np.ndarray:
         """Append one token; its logits, float32 [vocab]. Raises as `prefill`."""
         return self.prefill([token])
 
-    def prompt(self, ids: Sequence[int], progress: Progress | None = None, marks: Sequence[int] = ()) -> np.ndarray:
-        """Logits after `ids`, which count from the first token whatever has gone in before; float32 [vocab].
+    def prompt(self, ids: Sequence[int], progress: Progress | None = None, marks: Sequence[int] = (),
+               images: Sequence[PreparedImage] = ()) -> np.ndarray:
+        """Logits after `ids`, which count from the first token whatever has gone in before; float32 [vocab]. `images` are all of
+        theirs.
 
         Goes on from this session's own tokens or from a snapshot, whichever holds the longest beginning of `ids`, and leaves
         snapshots behind: at boundaries, at the end, and at `marks`, positions where messages end, the first of them the end of
         what many prompts share. `cached_tokens` says how many were not evaluated. Raises as `prefill`, before any work.
         """
-        prefix, self.promise = Prefix(self._checked(ids, 0), self.path), None
+        checked = self._checked(ids, 0)
+        placed = self._placed(checked, images, 0)
+        self.promise = None
+        prefix = Prefix(checked, self.path, placed.seen().images if placed else ())
         logits = self.resume(prefix)
         if logits is not None:
+            self._seen = placed.seen() if placed else Seen()
             return logits
         cache = self._cache()
         if cache is None:
-            return self._append(prefix.ids[self.position :], progress, None, is_prompt=True)
+            return self._append(prefix.ids[self.position :], progress, None, is_prompt=True, images=placed)
         taking = Taking.plan(cache, prefix, self.state, marks, self._base(), self._trail)
         self.promise = taking.promise()
         cache.tell(self.promise)
         try:
-            logits = self._append(prefix.ids[self.position :], progress, taking)
+            logits = self._append(prefix.ids[self.position :], progress, taking, images=placed)
             taking.take(self.state, self._trail[-1][1], logits)
         except BaseException:
             taking.drop()
@@ -123,7 +134,7 @@ class Session:
         """Put the session at the longest beginning of `prefix` at hand, all of it only where the logits are at hand, too; those
         are returned then. What it leaves is kept as a snapshot first, if it is longer than what is kept."""
         own = self.position if self._state is not None and self.position < len(prefix) \
-            and np.array_equal(prefix.ids[: self.position], self._tokens) else 0
+            and prefix.agrees(self.prefix, self.position) else 0
         cache = self._cache()
         if cache is not None and not own:
             self.keep()
@@ -149,7 +160,7 @@ class Session:
 
     def snapshot(self) -> Snapshot:
         """A copy of everything, to `restore` here or in another session of the same engine; shares keys and values with it."""
-        return Snapshot(self.prefix, self.state.copy(), trail=self._trail)
+        return Snapshot(self.prefix, self.state.copy(), trail=self._trail, shift=self._seen.shift)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Continue from a snapshot. Raises RequestError when it belongs to another model, or to this one run otherwise."""
@@ -173,23 +184,30 @@ class Session:
         other._tokens, other._state = list(self._tokens), self.state.copy(is_live=True)
         return other
 
-    def logits(self, ids: Sequence[int], trace: Trace = silent) -> np.ndarray:
+    def logits(self, ids: Sequence[int], trace: Trace = silent, images: Sequence[PreparedImage] = ()) -> np.ndarray:
         """Append ids; logits after each of them, float32 [T, vocab]. Raises as `prefill`."""
         checked = self._checked(ids, self.position)
+        placed = self._placed(checked, images, self.position)
         with self._moving():
-            decoder = self.engine.decoder
-            rows = [
-                decoder.logits(decoder.hidden(block, self.state, trace), trace) for block in self._blocks(checked, ())
-            ]
-        self._went(checked, "cpu")
+            hidden = (self._hidden(block, placed, trace) for block in self._blocks(checked, ()))
+            rows = [self.engine.decoder.logits(part, trace) for part in hidden]
+        self._went(checked, "cpu", placed)
         return np.concatenate(rows)
+
+    def _placed(self, ids: np.ndarray, images: Sequence[PreparedImage], first: int) -> PlacedImages | None:
+        """Images among ids int32 [T] that begin at token `first`; None without any."""
+        if not images:
+            return None
+        if self.engine.options.prefill == "gpu":
+            raise RequestError("--prefill gpu reads text only; --prefill auto and cpu read images, too")
+        return self.engine.vision.place(ids, images, first, self._seen.after(first))
 
     def _cache(self) -> SnapshotCache | None:
         return self.engine.snapshots
 
     def _start(self) -> None:
         """Be empty again."""
-        self._tokens, self._trail, self._saved = [], (), 0
+        self._tokens, self._seen, self._trail, self._saved = [], Seen(), (), 0
         if self._state is None:
             self._state = HybridState.fresh(self.engine.config, self.engine.options.kv_block, self.engine.options.kv_format)
         else:
@@ -207,6 +225,7 @@ class Session:
             state.restore(snapshot.state)
         self._state = state
         self._tokens, self._trail, self._saved = list(snapshot.tokens), snapshot.trail, snapshot.position
+        self._seen = Seen(snapshot.prefix.images, snapshot.shift)
         if self.engine.snapshots is not None:
             self.engine.snapshots.stats.restored_in(time.perf_counter() - start)
 
@@ -216,16 +235,16 @@ class Session:
         return 0 if self.engine.gpu is None else self.position - (chunks.tokens if chunks else 0)
 
     def _append(self, ids: np.ndarray, progress: Progress | None, taking: Taking | None,
-                is_prompt: bool = False) -> np.ndarray:
+                is_prompt: bool = False, images: PlacedImages | None = None) -> np.ndarray:
         """Evaluate ids int32 [T] after what has gone in; logits of the last. taking: None leaves no snapshots. is_prompt: they
-        are the rest of a prompt, and go the way that its beginning went."""
+        are the rest of a prompt, and go the way that its beginning went. images: those of the prompt, or of these ids."""
         start = time.perf_counter()
-        hidden = self._on_gpu(ids, progress, taking, is_prompt or taking is not None)
+        hidden = None if images or self._seen.shift else self._on_gpu(ids, progress, taking, is_prompt or taking is not None)
         if hidden is None and taking is not None:
             taking.give_back()  # of a GPU that has failed
         with self._moving():
-            logits = self._on_cpu(ids, progress, taking) if hidden is None else self.engine.decoder.logits(hidden)[0]
-        self._went(ids, "cpu" if hidden is None else "gpu")
+            logits = self._on_cpu(ids, progress, taking, images) if hidden is None else self.engine.decoder.logits(hidden)[0]
+        self._went(ids, "cpu" if hidden is None else "gpu", images)
         if taking is not None and len(ids) >= TIMED_TOKENS:
             taking.cache.costs.measured(token_s=(time.perf_counter() - start - taking.seconds) / len(ids))
         return logits
@@ -243,15 +262,16 @@ class Session:
             self._state = None
             raise
 
-    def _on_cpu(self, ids: np.ndarray, progress: Progress | None, taking: Taking | None) -> np.ndarray:
+    def _on_cpu(self, ids: np.ndarray, progress: Progress | None, taking: Taking | None,
+                images: PlacedImages | None) -> np.ndarray:
         decoder, state, done = self.engine.decoder, self.state, 0
-        if len(ids) == 1:
-            logits = decoder.step(int(ids[0]), state)
+        if len(ids) == 1 and images is None:
+            logits = decoder.step(int(ids[0]), state, self._seen.shift)
             if progress is not None:
                 progress(1, 1)
             return logits
         for block in self._blocks(ids, taking.stops if taking else ()):
-            hidden = decoder.hidden(block, state)
+            hidden = self._hidden(block, images)
             done += len(block)
             if taking is not None and state.position in taking.stops:
                 taking.take(state, "cpu")
@@ -259,8 +279,14 @@ class Session:
                 progress(done, len(ids))
         return decoder.logits(hidden[-1:])[0]
 
-    def _went(self, ids: np.ndarray, way: str) -> None:
+    def _hidden(self, block: np.ndarray, images: PlacedImages | None, trace: Trace = silent) -> np.ndarray:
+        state = self.state
+        part = images.part(state.position, state.position + len(block)) if images else None
+        return self.engine.decoder.hidden(block, state, trace, part, self._seen.shift)
+
+    def _went(self, ids: np.ndarray, way: str, images: PlacedImages | None) -> None:
         self._tokens.extend(ids.tolist())
+        self._seen = images.seen(self._seen) if images else self._seen
         self._trail = extended(self._trail, self.position, way)
 
     def _checked(self, ids: Sequence[int], before: int) -> np.ndarray:

@@ -12,6 +12,8 @@ from fermi_engine import report
 
 if TYPE_CHECKING:
     from fermi_engine.engine import Engine
+    from fermi_engine.image_patches import PreparedImage
+    from fermi_engine.session import Session
 
 LONG_PREFILL = 512  # tokens from which on progress is worth showing
 
@@ -27,6 +29,7 @@ class Timeline:
         """is_once: no prompt will follow here, so that its answer is left as a snapshot."""
         self.engine, self.vocab_size = engine, engine.config.vocab_size
         self.mark: int | None = None  # how much of the next prompt the one after it will share
+        self.images: tuple[PreparedImage, ...] = ()  # of all prompts from the next one on
         self.session = engine.session()
         self.logits: Any = None  # of the last token that went in
         self._is_once = is_once
@@ -48,7 +51,7 @@ class Timeline:
         marks = [*turn_ends(ids, self.engine.eos_ids), *([self.mark] if self.mark else [])]
         shown = len(ids) >= LONG_PREFILL and sys.stderr is not None and sys.stderr.isatty()
         with report.progress("reading", "tokens") if shown else nullcontext() as show:
-            self.logits = self.session.prompt(ids, show and self._progress(len(ids), show), marks)
+            self.logits = self.session.prompt(ids, show and self._progress(len(ids), show), marks, self.images)
         self.evaluated = len(ids) - self.cached_tokens
         self.prefill_s = time.perf_counter() - start
         return self.logits
@@ -80,3 +83,19 @@ class Timeline:
 def turn_ends(ids: Sequence[int], ends: frozenset[int]) -> list[int]:
     """Positions after each token that ends a message."""
     return [position + 1 for position, token in enumerate(ids) if token in ends]
+
+
+class Pictured:
+    """A session whose next prompt comes with images."""
+
+    def __init__(self, session: Session, images: Sequence[PreparedImage]) -> None:
+        self.session, self.images = session, images
+        self.vocab_size = session.vocab_size
+
+    def prefill(self, ids: Sequence[int]) -> Any:
+        """Logits after `ids`, appended with the images."""
+        return self.session.prefill(ids, images=self.images)
+
+    def decode(self, token: int) -> Any:
+        """Logits after one more token."""
+        return self.session.decode(token)

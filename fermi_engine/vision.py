@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from fermi_engine.errors import RequestError
 from fermi_engine.image_patches import PreparedImage, prepare
-from fermi_engine.image_prompt import expand, image_slots, mrope_positions, placeholder, text_positions
+from fermi_engine.image_prompt import IMAGE_PAD, expand, image_slots, mrope_positions, placeholder, text_positions
 from fermi_engine.images import Source, load_pixels
 from fermi_engine.kernels.cpu import CpuKernels
 from fermi_engine.model.decoder import ImageTokens
 from fermi_engine.model.vision_minicpm import MiniCpmVision
 from fermi_engine.model.vision_qwen import QwenVision
+from fermi_engine.prefix import ImageSpan
 from fermi_engine.tokenizer import Tokenizer
 from fermi_engine.vision_config import QWEN, VisionConfig
 
 if TYPE_CHECKING:
     from fermi_engine.pack import Pack
+
+
+@dataclass
+class Encoded:
+    """What a tower has done since it was last asked."""
+
+    images: int = 0
+    views: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, views: int, tokens: int, seconds: float) -> None:
+        """One image more."""
+        self.images, self.views = self.images + 1, self.views + views
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+
+    def line(self) -> str:
+        """For a report; begins anew."""
+        text = f"images encoded: {self.images} in {self.views} views to {self.tokens} tokens, {self.seconds:.2f} s"
+        self.images, self.views, self.tokens, self.seconds = 0, 0, 0, 0.0
+        return text
 
 
 class Vision:
@@ -33,6 +57,7 @@ class Vision:
             raise RequestError(f"{pack.path} holds no vision tower: the model takes text only; convert a checkpoint with one, "
                                "or leave the images out")
         self.config: VisionConfig = pack.vision
+        self.encoded = Encoded()
         self._pack, self._kernels, self._activations = pack, kernels, activations
 
     @cached_property
@@ -43,13 +68,22 @@ class Vision:
 
     def prepare(self, source: Source, name: str | None = None) -> PreparedImage:
         """A file, its bytes, or pixels uint8 [height, width, 3]; `name` is for messages. Raises ImageError."""
-        pixels = load_pixels(source, name)
-        return prepare(pixels, self.config.images, name or (str(source) if isinstance(source, str) else "image"))
+        if name is None:
+            name = os.fspath(source) if isinstance(source, (str, os.PathLike)) else "image"
+        return prepare(load_pixels(source, name), self.config.images, name)
 
     def encode(self, image: PreparedImage) -> np.ndarray:
         """Embeddings [tokens, hidden] of all its views in order."""
+        start = time.perf_counter()
         with self._kernels.held():
-            return self.tower.forward(image.patches, image.grids)
+            rows = self.tower.forward(image.patches, image.grids)
+        self.encoded.add(len(image.grids), len(rows), time.perf_counter() - start)
+        return rows
+
+    @property
+    def marker(self) -> str:
+        """What a prompt without a chat template writes for an image; `expand` fills it."""
+        return f"<|vision_start|>{IMAGE_PAD}<|vision_end|>" if self.config.family == QWEN else IMAGE_PAD
 
     def expand(self, tokenizer: Tokenizer, ids: Sequence[int], images: Sequence[PreparedImage]) -> list[int]:
         """Prompt ids with one image token per image -> with the tokens that each image takes.
@@ -59,24 +93,24 @@ class Vision:
         texts = [placeholder(image, self.config.images, index) for index, image in enumerate(images)]
         return expand(ids, self.config.image_token_id, [tokenizer.encode(text) for text in texts])
 
-    def place(self, ids: np.ndarray, images: Sequence[PreparedImage], start: int = 0) -> PlacedImages:
-        """Images among expanded ids [T] whose first token has position `start`. RequestError where they do not fit."""
+    def place(self, ids: np.ndarray, images: Sequence[PreparedImage], first: int = 0, start: int | None = None) -> PlacedImages:
+        """Images among expanded ids [T], whose first is token `first` of a sequence and has position `start` (by default as
+        many). RequestError where they do not fit."""
+        start = first if start is None else start
         counts = [sum(image.tokens) for image in images]
         slots = image_slots(ids, self.config.image_token_id, sum(counts))
         if self.config.family == QWEN:
             axes, end = mrope_positions(ids, self.config.image_token_id, [image.grids[0] for image in images], start)
         else:
             axes, end = text_positions(len(ids), start), start + len(ids)
-        spans, first = [], 0
-        for image, count in zip(images, counts, strict=True):
-            spans.append(Placed(image, slots[first:first + count]))
-            first += count
-        return PlacedImages(self, axes, tuple(spans), end)
+        parts = np.split(slots, np.cumsum(counts)[:-1])
+        placed = tuple(Placed(image, part) for image, part in zip(images, parts, strict=True))
+        return PlacedImages(self, axes, placed, first, end)
 
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """One image of a prompt: which tokens its embeddings replace, int64 [tokens]."""
+    """One image of a run: which of its tokens the embeddings replace, int64 [tokens]."""
 
     image: PreparedImage
     slots: np.ndarray
@@ -92,19 +126,38 @@ class Placed:
         return int(self.slots[-1]) + 1
 
 
+class Seen(NamedTuple):
+    """What images have left behind in a sequence: where they stood, and how far positions are ahead of counts of tokens."""
+
+    images: tuple[ImageSpan, ...] = ()
+    shift: int = 0
+
+    def after(self, tokens: int) -> int:
+        """Position of the token that follows so many."""
+        return tokens + self.shift if tokens else 0
+
+
 class PlacedImages:
-    """The images of a run of tokens: positions of all tokens int32 [3, T], images in order, position of what follows.
+    """The images of a run of tokens: positions of all its tokens int32 [3, T], images in order. `first` is its first token's
+    number in the sequence, `end` the position of the token that follows.
 
     An image is encoded when a token of it is asked for, once.
     """
 
-    def __init__(self, vision: Vision, axes: np.ndarray, images: tuple[Placed, ...], end: int) -> None:
-        self.axes, self.images, self.end = axes, images, end
+    def __init__(self, vision: Vision, axes: np.ndarray, images: tuple[Placed, ...], first: int, end: int) -> None:
+        self.axes, self.images, self.first, self.end = axes, images, first, end
         self._vision = vision
         self._rows: dict[int, np.ndarray] = {}
 
+    def seen(self, before: Seen | None = None) -> Seen:
+        """What the sequence has seen after the run, where it has seen `before` until then."""
+        spans = [ImageSpan(self.first + one.begin, self.first + one.end, one.image.digest) for one in self.images]
+        earlier = tuple(span for span in (before.images if before else ()) if span.begin < self.first)
+        return Seen((*earlier, *spans), self.end - self.first - self.axes.shape[1])
+
     def part(self, begin: int, end: int) -> ImageTokens:
-        """Tokens begin..end of the run."""
+        """Tokens begin..end of the sequence, all of the run."""
+        begin, end = begin - self.first, end - self.first
         slots, rows = [np.empty(0, np.int64)], [np.empty((0, self._vision.config.out_hidden_size), np.float32)]
         for index, placed in enumerate(self.images):
             first, last = np.searchsorted(placed.slots, (begin, end))

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoImageProcessor
 
-from fermi_engine import Engine
+from fermi_engine import Engine, EngineConfig, SamplingParams
+from fermi_engine.errors import RequestError
 from fermi_engine.image_patches import PreparedImage
 from fermi_engine.vision import PlacedImages
 from tests import hf, hf_vision
@@ -68,6 +69,80 @@ class Pair:
         decoder = self.engine.decoder
         placed = self.engine.vision.place(np.array(ids), images)
         return torch.from_numpy(run(decoder, self.engine, ids, placed, cuts))
+
+
+def test_sessions_go_on_from_snapshots_with_the_same_images_only(pair):
+    """Every turn of a talk about images: the logits of one run from the beginning, to the bit, and little evaluated anew."""
+    engine, pixels = Engine.load(pair.directory, format="f32"), pictures(SIZES["three"])
+    images = [engine.vision.prepare(one) for one in pixels]
+    ids = pair.prompt(images)
+    turns = [ids, [*ids, 20, 21, 22], [*ids, 20, 21, 23, 24, 25]]
+    expected = [pair.ours(turn, images, []).numpy()[-1] for turn in turns]
+    session = engine.session()
+    for turn, logits in zip(turns, expected, strict=True):
+        assert np.array_equal(session.prompt(turn, images=images), logits)
+    assert session.cached_tokens >= len(ids)
+    again = engine.session()
+    assert np.array_equal(again.prompt(turns[1], images=images), expected[1])
+    assert again.cached_tokens == len(turns[1])
+    assert np.array_equal(again.decode(26), pair.ours([*turns[1], 26], images, []).numpy()[-1])
+    changed = pixels[2].copy()
+    changed[5, 5, 0] ^= 128
+    others = [*images[:2], engine.vision.prepare(changed)]
+    assert not np.array_equal(again.prompt(ids, images=others), expected[0])
+    last = engine.vision.place(np.array(ids), images).images[-1]
+    assert again.cached_tokens <= last.begin
+    assert np.array_equal(again.prompt(ids, images=others), pair.ours(ids, others, []).numpy()[-1])
+
+
+def test_prefill_snapshot_fork_and_restore_keep_positions(pair):
+    engine = pair.engine
+    images = [engine.vision.prepare(one) for one in pictures(SIZES["one"])]
+    ids = pair.prompt(images)
+    session = engine.session()
+    session.prefill([3, 7])
+    assert np.array_equal(session.prefill(ids[2:], images=images), pair.ours(ids, images, []).numpy()[-1])
+    taken, forked = session.snapshot(), session.fork()
+    expected = pair.ours([*ids, 20, 21, 22], images, []).numpy()[-1]
+    other = engine.session()
+    other.restore(taken)
+    for one in (session, forked, other):
+        one.decode(20)
+        assert np.array_equal(one.prefill([21, 22]), expected)
+    more = [engine.vision.prepare(one) for one in pictures(SIZES["one"], seed=1)]
+    second = pair.prompt(more)
+    both = pair.ours([*ids, 20, 21, 22, *second], [*images, *more], []).numpy()
+    assert np.array_equal(session.prefill(second, images=more), both[-1])
+    assert len(session.prefix.images) == 2
+    assert np.array_equal(engine.session().logits(ids, images=images), pair.ours(ids, images, []).numpy())
+
+
+def test_images_and_places_that_do_not_fit_are_refused_before_any_work(pair):
+    images = [pair.engine.vision.prepare(one) for one in pictures(SIZES["one"])]
+    session = pair.engine.session()
+    with pytest.raises(RequestError, match=r"the prompt has 0 image tokens \(290\), its images have \d+ embeddings"):
+        session.prompt([1, 2, 3], images=images)
+    assert session.position == 0
+    session.prompt([1, 2, 3])
+    on_gpu = Engine(pair.engine.pack, EngineConfig(prefill="gpu", device="emulated")).session()
+    with pytest.raises(RequestError, match="--prefill gpu reads text only; --prefill auto and cpu read images, too"):
+        on_gpu.prompt(pair.prompt(images), images=images)
+
+
+def test_generate_takes_images(pair):
+    images = [pair.engine.vision.prepare(one) for one in pictures(SIZES["one"])]
+    ids = pair.prompt(images)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    found = [piece.id for piece in pair.engine.generate(ids, params, images=images)]
+    session, expected = pair.engine.session(), []
+    logits = session.prefill(ids, images=images)
+    for _ in range(4):
+        expected.append(int(logits.argmax()))
+        logits = session.decode(expected[-1])
+    assert [token for token in found if token is not None] == expected
+    session = pair.engine.session()
+    again = [piece.id for piece in pair.engine.generate(ids, params, images=images, session=session)]
+    assert again == found
 
 
 def run(decoder, engine, ids: list[int], placed: PlacedImages, cuts: list[int]) -> np.ndarray:
