@@ -196,6 +196,8 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Talk: one message a line; /reset, /quit.")] = False,
     ids: Annotated[str | None, typer.Option(metavar="1,2,3", show_default=False,
                                             help="Continue token ids and print token ids.")] = None,
+    image: Annotated[list[Path] | None, typer.Option("--image", metavar="FILE", show_default=False,
+                                                     help="Shown before the first prompt. Repeatable.")] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", show_default=False, help="System message.")] = None,
     tools: Annotated[Path | None, typer.Option(metavar="FILE.json", show_default=False,
                                                help="Tool descriptions, a JSON list.")] = None,
@@ -268,8 +270,8 @@ def generate(
                            snapshot_ram=cli_generate.parse_budget("--snapshot-ram", snapshot_ram), snapshot_dir=snapshot_dir,
                            snapshot_disk=cli_generate.parse_budget("--snapshot-disk", snapshot_disk))
     cli_generate.run(cli_generate.Request(
-        model, prompt, chat, ids, system, tools, think, show_reasoning, raw, timing, format, sampling, options, parsed,
-        session))
+        model, prompt, chat, ids, tuple(image or ()), system, tools, think, show_reasoning, raw, timing, format, sampling,
+        options, parsed, session))
 
 
 @app.command()

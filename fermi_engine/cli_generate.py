@@ -199,6 +199,9 @@ def _check(request: Request) -> None:
     plain = "--ids" if request.ids is not None else "--raw" if request.raw else None
     if plain and rendered:
         raise RequestError(f"{rendered[0]} needs the chat template, which {plain} leaves out; drop one of them")
+    if request.images and given not in (["--prompt"], ["--chat"]):
+        found = given[0] if given else "none"
+        raise RequestError(f"--image needs a prompt that it is shown before, found {found}; use --prompt or --chat")
     if request.raw and request.chat:
         raise RequestError("--chat needs the chat template, which --raw leaves out; drop one of them")
 

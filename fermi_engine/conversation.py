@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from fermi_engine.config import EngineConfig
 from fermi_engine.engine import Engine
 from fermi_engine.errors import RequestError
 from fermi_engine.generate import Finish, Piece, Stream
+from fermi_engine.image_patches import PreparedImage
 from fermi_engine.named_session import NamedSession, Record
 from fermi_engine.sampling import SamplingParams
 from fermi_engine.timeline import Timeline
@@ -30,6 +32,7 @@ class Request:
     prompt: str | None = None
     chat: bool = False
     ids: str | None = None
+    images: tuple[Path, ...] = ()
     system: str | None = None
     tools: Path | None = None
     think: bool | None = None
@@ -43,8 +46,18 @@ class Request:
     session: str | None = None
 
 
+@dataclass(frozen=True)
+class Shown:
+    """An image of a conversation, and the number of the message that shows it."""
+
+    file: Path
+    image: PreparedImage
+    message: int
+
+
 class Conversation:
-    """Messages so far and the timeline they run on. ids: all tokens up to the end of the last answer."""
+    """Messages so far, all of them text, the images before them, and the timeline they run on. ids: all tokens up to the end of
+    the last answer."""
 
     def __init__(self, engine: Engine, request: Request, tools: list[dict[str, Any]] | None,
                  named: NamedSession | None = None) -> None:
@@ -54,6 +67,7 @@ class Conversation:
         settings = json_object(files, "generation_config.json")
         self.params = SamplingParams.from_generation_config(settings, **request.sampling)
         self.timeline = Timeline(engine)
+        self._given = [(path.absolute(), engine.vision.prepare(path)) for path in request.images]
         self.template: str | None = None
         self.ids: list[int] = []
         self.system = request.system
@@ -76,9 +90,11 @@ class Conversation:
         return chat.find_template(files) if has_one or asked else None
 
     def reset(self) -> None:
-        """Forget all turns but the system message."""
+        """Forget all turns but the system message; the images of the command line are shown again."""
         self.messages: list[dict[str, Any]] = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.ids = []
+        self.shown: list[Shown] = []
+        self._waiting = list(self._given)
 
     def _go_back_to(self, record: Record) -> None:
         """Stand where a session stands."""
@@ -88,25 +104,37 @@ class Conversation:
                 raise RequestError(f"{option} is not that of session {self.named.name!r}; leave it out or choose another name")
         self.system = system
         self.messages, self.tools, self.ids = record.messages or [], record.tools, record.ids
+        self.shown = [self._shown_again(**one) for one in record.images]
+
+    def _shown_again(self, file: str, digest: str, message: int) -> Shown:
+        image = self.engine.vision.prepare(file)
+        if image.digest.hex() != digest:
+            raise RequestError(f"session {self.named.name!r} shows {file}, which has changed since; put the old file back or "
+                               "choose another name")
+        return Shown(Path(file), image, message)
 
     def say(self, text: str, writer: Writer) -> Finish:
-        """One user turn and its answer, which joins the messages; without a template, one raw completion."""
+        """One user turn, which shows the images that wait, and its answer, which joins the messages; without a template, one raw
+        completion."""
+        new = [Shown(file, image, len(self.messages)) for file, image in self._waiting]
+        shown = [*self.shown, *new]
         if self.template is None:
-            return self.continued(self.engine.tokenizer.encode(text), writer)
+            ids = self.engine.tokenizer.encode((self.engine.vision.marker * len(new) if new else "") + text)
+            return self.continued(self._filled(ids, new), writer, shown=shown)
         asked = [*self.messages, {"role": "user", "content": text}]
-        ids = self._encode(asked, add_generation_prompt=True)
+        ids = self._encode(asked, shown, add_generation_prompt=True)
         if self.request.chat or self.named is not None:
-            shared = self._encode(asked, add_generation_prompt=False)
+            shared = self._encode(asked, shown, add_generation_prompt=False)
             self.timeline.mark = len(shared) if ids[: len(shared)] == shared else None
         is_open = chat.reasoning_is_open(self.engine.tokenizer.decode(ids))
-        finish = self._answer(ids, writer, reasoning_open=is_open)
+        finish = self._answer(ids, shown, writer, reasoning_open=is_open)
         self.messages = [*asked, _reply(writer.answer, writer.reasoning)]
         self._keep()
         return finish
 
-    def continued(self, ids: list[int], writer: Writer, as_ids: bool = False) -> Finish:
-        """Tokens after those so far, and what follows them."""
-        finish = self._answer([*self.ids, *ids], writer, as_ids=as_ids)
+    def continued(self, ids: list[int], writer: Writer, as_ids: bool = False, shown: list[Shown] | None = None) -> Finish:
+        """Tokens after those so far, and what follows them. shown: all images there, None for those so far."""
+        finish = self._answer([*self.ids, *ids], self.shown if shown is None else shown, writer, as_ids=as_ids)
         self._keep()
         return finish
 
@@ -115,7 +143,7 @@ class Conversation:
         if self.template is None:
             return self.continued([], writer, as_ids=not self.engine.has_tokenizer)
         is_open = chat.reasoning_is_open(self.engine.tokenizer.decode(self.ids))
-        finish = self._answer(self.ids, writer, reasoning_open=is_open)
+        finish = self._answer(self.ids, self.shown, writer, reasoning_open=is_open)
         last = self.messages[-1]
         reply = _reply(last["content"] + writer.answer, last.get("reasoning_content", "") + writer.reasoning)
         self.messages = [*self.messages[:-1], reply]
@@ -126,13 +154,16 @@ class Conversation:
         """Have the session of that name stand here."""
         if self.named is not None:
             is_chat = self.template is not None
-            record = Record(self.ids, self.messages if is_chat else None, self.tools if is_chat else None)
+            images = [{"file": str(one.file), "digest": one.image.digest.hex(), "message": one.message} for one in self.shown]
+            record = Record(self.ids, self.messages if is_chat else None, self.tools if is_chat else None, images)
             snapshot = replace(self.timeline.session.snapshot(), logits=self.timeline.logits, kind="answer")
             self.named.save(snapshot, record)
 
-    def _answer(self, ids: list[int], writer: Writer, reasoning_open: bool = False, as_ids: bool = False) -> Finish:
-        """Stream the continuation of `ids` to the writer."""
+    def _answer(self, ids: list[int], shown: list[Shown], writer: Writer, reasoning_open: bool = False,
+                as_ids: bool = False) -> Finish:
+        """Stream the continuation of `ids` to the writer. shown: the images among them."""
         self.timeline.begin()
+        self.timeline.images = tuple(one.image for one in shown)
         clock, gpu = self.engine.kernels.clock, self.engine.gpu
         if self.request.timing:
             clock.start()
@@ -141,10 +172,12 @@ class Conversation:
         start = time.perf_counter()
         stream = self.engine.generate(ids, self.params, session=self.timeline, reasoning_open=reasoning_open)
         finish = writer.write(stream, as_ids)
-        self.ids = [*ids, *writer.ids]
+        self.ids, self.shown, self._waiting = [*ids, *writer.ids], shown, []
         if self.request.timing:
             report.note(_timing(self.timeline, finish, time.perf_counter() - start))
             report.note(_shares(*clock.stop()))
+            if shown:
+                report.note(self.engine.vision.encoded.line())
             if self.engine.snapshots is not None:
                 report.note(self.engine.snapshots.line(self.timeline.promise))
             if self.engine.disk is not None:
@@ -153,9 +186,21 @@ class Conversation:
                 report.note(gpu.prefill.last.line())
         return finish
 
-    def _encode(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
-        return chat.encode(self.engine.tokenizer, self.template, messages, tools=self.tools, extra=self.extra,
-                           enable_thinking=self.request.think, add_generation_prompt=add_generation_prompt)
+    def _encode(self, messages: list[dict[str, Any]], shown: list[Shown], add_generation_prompt: bool) -> list[int]:
+        ids = chat.encode(self.engine.tokenizer, self.template, _with_places(messages, shown), tools=self.tools, extra=self.extra,
+                          enable_thinking=self.request.think, add_generation_prompt=add_generation_prompt)
+        return self._filled(ids, shown)
+
+    def _filled(self, ids: list[int], shown: list[Shown]) -> list[int]:
+        """With the tokens that each image takes."""
+        return self.engine.vision.expand(self.engine.tokenizer, ids, [one.image for one in shown]) if shown else ids
+
+
+def _with_places(messages: list[dict[str, Any]], shown: list[Shown]) -> list[dict[str, Any]]:
+    """Messages as a template takes them: images before the text."""
+    places = Counter(one.message for one in shown)
+    return [{**message, "content": [{"type": "image"}] * places[i] + [{"type": "text", "text": message["content"]}]}
+            if places[i] else message for i, message in enumerate(messages)]
 
 
 def _reply(answer: str, reasoning: str) -> dict[str, Any]:

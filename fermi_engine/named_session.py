@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,13 @@ _KEY = "conversation"  # in the metadata
 @dataclass(frozen=True)
 class Record:
     """What was said. ids: all tokens up to the end of the last answer, the last of them perhaps not evaluated yet. messages: the
-    turns of a chat, None where token ids or plain text were continued. tools: their descriptions, None without any."""
+    turns of a chat, None where token ids or plain text were continued. tools: their descriptions, None without any. images: in
+    order, of each its `file`, the `digest` of what was made of it, and the number of the `message` that shows it."""
 
     ids: list[int]
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    images: list[dict[str, Any]] = field(default_factory=list)
 
 
 def default_directory() -> Path:
@@ -136,11 +138,16 @@ def _record(name: str, info: Info) -> Record:
     try:
         said = Record(**json.loads(info.extra[_KEY]))
         _check_list(said.ids, int)
-        for part in (said.messages, said.tools):
+        for part in (said.messages, said.tools, said.images):
             if part is not None:
                 _check_list(part, dict)
         for message in said.messages or ():
             _check_list([message["role"], message.get("content"), message.get("reasoning_content", "")], str)
+        for image in said.images:
+            _check_list([image["file"], image["digest"]], str)
+            _check_list([image["message"]], int)
+            if len(image) > 3:
+                raise ValueError
     except (KeyError, ValueError, TypeError, RecursionError):
         raise SnapshotError(f"session {name!r}: {info.path} holds a snapshot but no conversation; choose another name") from None
     return said

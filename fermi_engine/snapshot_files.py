@@ -3,7 +3,7 @@
 Tensors: `tokens` I32 [N]; `logits` F32 [vocab] where they are kept; of a linear layer `layers.I.conv` F32 [taps-1, C] and
 `layers.I.recurrent` F32 [HV, K, V]; of a full-attention layer `layers.I.k` and `layers.I.v`, U8 [HK, N, row bytes] in the cache's
 own format, page size forgotten; `open.I.*` F32 where GPU prefill left a chunk open. Metadata: format and its version, the numeric
-path by parts, position, digest of the prefix, images, kind, trail, page size, time, and what the caller adds.
+path by parts, position, digest of the prefix, images, shift, kind, trail, page size, time, and what the caller adds.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Info:
     images: tuple[ImageSpan, ...] = ()
     trail: tuple[tuple[int, str], ...] = ()
     open_tokens: int = 0
+    shift: int = 0
     extra: dict[str, str] = field(default_factory=dict)
 
 
@@ -108,7 +109,7 @@ def read_snapshot(path: Path, config: ModelConfig, numeric: NumericPath, kv_bloc
         raise SnapshotError(f"{path} contradicts itself: its tokens do not have the digest it names")
     if logits is not None:
         logits.flags.writeable = False
-    return Snapshot(prefix, state, logits, info.kind, info.trail)
+    return Snapshot(prefix, state, logits, info.kind, info.trail, info.shift)
 
 
 def check_path(info: Info, numeric: NumericPath) -> None:
@@ -144,6 +145,7 @@ def _metadata(snapshot: Snapshot, extra: Mapping[str, str]) -> dict[str, str]:
         "format": FORMAT, "format_version": VERSION, **{f"path.{k}": v for k, v in prefix.path.fields().items()},
         "position": str(snapshot.position), "prefix": prefix.digest().hex(), "kind": snapshot.kind,
         "images": json.dumps([[image.begin, image.end, image.digest.hex()] for image in prefix.images]),
+        "shift": str(snapshot.shift),
         "trail": json.dumps(snapshot.trail), "page_tokens": str(pages[0] if pages else 0),
         "open_tokens": str(chunks.tokens if chunks else 0), "created_s": repr(time.time()),
         "checksum": "blake2b of 256 bits over each tensor, then over header and those, in the tensor _seal",
@@ -166,8 +168,9 @@ def _info(file: SealedFile) -> Info:
             sum(entry.end - entry.begin for entry in file.entries.values()), float(said["created_s"]),
             tuple(ImageSpan(begin, end, bytes.fromhex(digest)) for begin, end, digest in json.loads(said["images"])),
             tuple((int(end), str(who)) for end, who in json.loads(said["trail"])), int(said["open_tokens"]),
-            {name[6:]: text for name, text in said.items() if name.startswith("extra.")})
-        is_sound = (info.position,) == file.entries["tokens"].shape and 0 <= info.open_tokens <= info.position
+            int(said.get("shift", "0")), {name[6:]: text for name, text in said.items() if name.startswith("extra.")})
+        is_sound = (info.position,) == file.entries["tokens"].shape and 0 <= info.open_tokens <= info.position \
+            and -info.position <= info.shift <= 0
         if info.kind not in KINDS or not is_sound:
             raise ValueError(f"kind {info.kind!r}, position {info.position}, {info.open_tokens} tokens of an open chunk")
     except (KeyError, ValueError, TypeError, RecursionError) as err:

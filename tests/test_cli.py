@@ -102,7 +102,7 @@ def test_help_names_every_flag_of_generate() -> None:
              "--n-predict --temp --top-k --top-p --min-p --presence-penalty --frequency-penalty --repetition-penalty "
              "--logit-bias --seed --stop --ignore-eos --format --threads --backend --ctx-size --activations --timing "
              "--kv-format --pin --hyper-threads --numa --load --huge-pages --mlock --snapshot-ram --snapshot-dir "
-             "--snapshot-disk --session")
+             "--snapshot-disk --session --image")
     assert [flag for flag in flags.split() if not re.search(rf"(?<![\w-]){flag}(?![\w-])", text)] == []
 
 

@@ -103,7 +103,7 @@ def test_token_ids_go_on_in_another_run(run, engine, directory):
     out, err = run("--ids", ids_text(SECOND), "-n", 6, "--session", "s", "--timing")
     assert out == ids_text(second) + "\n"
     assert evaluated(err) == 1 + len(SECOND)  # the last token of the answer had not gone in
-    assert record_of(directory) == {"ids": [*FIRST, *first, *SECOND, *second], "messages": None, "tools": None}
+    assert record_of(directory) == {"ids": [*FIRST, *first, *SECOND, *second], "messages": None, "tools": None, "images": []}
 
 
 def test_an_answer_that_was_cut_goes_on(run, engine, directory):

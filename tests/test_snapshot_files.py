@@ -118,9 +118,9 @@ def test_images_and_extra_metadata_come_back(engine, tmp_path):
     ids = ids_for(engine, 20)
     images = (ImageSpan(2, 9, bytes(range(32))), ImageSpan(15, 30, bytes(32)))  # the second is cut by the end
     prefix = Prefix(ids, numeric(engine), images)
-    before = snapshot_of(engine, ids, prefix=prefix)
+    before = snapshot_of(engine, ids, prefix=prefix, shift=-7)
     path = save(tmp_path / "x.safetensors", before, {"session": 'é "quoted"\n'})
-    assert load(path, engine).prefix == prefix
+    assert (load(path, engine).prefix, load(path, engine).shift) == (prefix, -7)
     info = read_info(path)
     assert (info.position, info.digest, info.images) == (20, prefix.digest(), images)
     assert info.extra == {"session": 'é "quoted"\n'}
@@ -201,7 +201,8 @@ def forged(path, engine: Engine, metadata=None, ids=None, drop=None):
                                                                           "open_tokens", "path.prefill", "created_s")),
     *(({"metadata": {name: text}}, "(ValueError|JSONDecodeError) in its metadata") for name, text in (
         ("position", "6"), ("position", "-5"), ("position", "x"), ("kind", "whole"), ("open_tokens", "6"), ("open_tokens", "-1"),
-        ("prefix", "zz"), ("images", "[[3, 2, \"00\"]]"), ("images", "["), ("trail", "[[1, 2, 3]]"))),
+        ("prefix", "zz"), ("images", "[[3, 2, \"00\"]]"), ("images", "["), ("trail", "[[1, 2, 3]]"),
+        ("shift", "-6"), ("shift", "1"), ("shift", "x"))),
     ({"metadata": {"images": "7"}}, "TypeError in its metadata"),
     ({"metadata": {"open_tokens": "3"}}, r"tensor open\.0\.state is absent"),
     ({"metadata": {"prefix": "00" * 32}}, "contradicts itself"),
