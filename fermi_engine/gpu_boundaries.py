@@ -16,12 +16,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fermi_engine import kept_memory
 from fermi_engine.config import ModelConfig
 from fermi_engine.kernels.gpu import Device, DeviceBuffer, Stream
 from fermi_engine.kernels.gpu_kernels import CHUNK
 from fermi_engine.model.gpu_layers import DeltaOnDevice, StopsOnDevice
 from fermi_engine.model.gpu_weights import Layout
-from fermi_engine.state import HybridState, OpenChunks, allocate, copiers, copy_some, empty_deltas
+from fermi_engine.state import HybridState, OpenChunks, empty_deltas
 
 RING = 4  # layers whose states are on their way at a time
 LAG = 3  # a slot is emptied when so many layers have been given, its own among them
@@ -94,7 +95,7 @@ def _chunk_arrays(c: ModelConfig, place: Place) -> dict[str, np.ndarray]:
 
 def _later(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Memory that the threads which write it get from the system, while the device works."""
-    return allocate(shape, dtype, False)
+    return kept_memory.allocate(shape, dtype, False)
 
 
 class Boundaries:
@@ -156,7 +157,7 @@ class Boundaries:
             return
         (block, layer), self._pending[slot] = self._pending[slot], None
         self._copied[slot].synchronize()
-        self._moving[slot] = copiers().submit(copy_some, self._pairs(block, layer, self._staging[slot]))
+        self._moving[slot] = kept_memory.copiers().submit(kept_memory.copy_some, self._pairs(block, layer, self._staging[slot]))
 
     def _pairs(self, block: int, layer: int, staging: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         arrays, pairs = self._layouts[block].over(staging), []

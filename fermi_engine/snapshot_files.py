@@ -22,11 +22,12 @@ from fermi_engine import sealed_file
 from fermi_engine.config import ModelConfig
 from fermi_engine.errors import SnapshotError
 from fermi_engine.formats import kv_row_bytes
+from fermi_engine.kept_memory import allocate
 from fermi_engine.pack_writer import ITEM_BYTES, PackPlan
 from fermi_engine.prefix import ImageSpan, NumericPath, Prefix
 from fermi_engine.sealed_file import SealedFile, Tensor, tensor
 from fermi_engine.snapshots import KINDS, Snapshot
-from fermi_engine.state import FIRST_PAGES, DeltaState, HybridState, KVPages, OpenChunks, allocate, empty_deltas
+from fermi_engine.state import FIRST_PAGES, DeltaState, HybridState, KVPages, OpenChunks, empty_deltas
 
 FORMAT, VERSION = "fermi-engine-snapshot", "1"
 _OPEN = ("state", "k", "v", "g", "beta")

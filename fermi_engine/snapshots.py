@@ -21,10 +21,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from fermi_engine import boundaries, report
+from fermi_engine.kept_memory import copied, memory_of
 from fermi_engine.prefix import Prefix
 from fermi_engine.prefix_tree import Entry, PrefixTree, longest
 from fermi_engine.snapshot_budget import Costs, Holdings, Stats
-from fermi_engine.state import HybridState, copied, memory_of
+from fermi_engine.state import HybridState
 
 KINDS = ("root", "turn", "end", "answer", "block")
 TRIES = 4  # snapshots of a tier that may be unusable before it is given up for a prompt

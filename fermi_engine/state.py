@@ -7,24 +7,18 @@ and share pages: whoever wants to write into a shared page takes a copy of it fi
 
 from __future__ import annotations
 
-import math
-import mmap
-import os
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import numpy as np
 
+from fermi_engine import kept_memory
 from fermi_engine.config import ModelConfig
 from fermi_engine.formats import kv_row_bytes
+from fermi_engine.kept_memory import Allocate, copy_arrays, memory_of
 
 FIRST_PAGES = 64  # entries of a page table to begin with
-COPY_THREADS = 8  # at most: more do not make memory faster
-COPY_BYTES = 1 << 22  # below that a copy is not worth a thread
-LARGE_BYTES = 1 << 22  # from which on NumPy asks for huge pages
 
 
 @dataclass
@@ -44,31 +38,6 @@ class OpenChunks:
     position: int
     tokens: int
     layers: dict[int, dict[str, np.ndarray]]
-
-
-def allocate(shape: tuple[int, ...], dtype: Any = np.float32, at_once: bool = True) -> np.ndarray:
-    """Memory that is kept, with undefined content; all of what snapshots take comes from here.
-
-    Large pieces come from the system in small pages: NumPy would ask for huge ones, for which a machine whose memory is full of
-    files moves them about first (measured: 0.03 to 0.5 s for 66 MB, here 0.03 to 0.06 s), and that only pays off for memory that
-    is worked on. at_once: now, which is the faster way; else when it is written.
-    """
-    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    if nbytes < LARGE_BYTES:
-        return np.empty(shape, dtype)
-    populate = getattr(mmap, "MAP_POPULATE", 0) if at_once else 0
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | populate)
-    return np.frombuffer(memory, dtype).reshape(shape)
-
-
-Allocate = Callable[..., np.ndarray]
-
-
-def copied(array: np.ndarray) -> np.ndarray:
-    """A copy in such memory."""
-    copy = allocate(array.shape, array.dtype)
-    copy[...] = array
-    return copy
 
 
 def _zeros(shape: tuple[int, ...]) -> np.ndarray:
@@ -188,7 +157,7 @@ class KVPages:
         """Another holder of the pages, or of those with the first `length` positions."""
         other = KVPages(self.kv_heads, self.page_tokens, self.head_dim, self.format, self._allocate)
         count = len(self.keys) if length is None else min(len(self.keys), self.pages_for(length))
-        other.k_table, other.v_table = allocate((count,), np.uintp), allocate((count,), np.uintp)
+        other.k_table, other.v_table = (kept_memory.allocate((count,), np.uintp) for _ in "kv")
         other._take(self, count)
         return other
 
@@ -279,7 +248,7 @@ class HybridState:
         """An independent one that shares pages of keys and values, never to be written while they are shared. is_live: to be
         worked on, not to be kept."""
         deltas = [layer for layer in self.layers if isinstance(layer, DeltaState)]
-        states = iter(_like_deltas(deltas, np.empty if is_live else allocate))
+        states = iter(_like_deltas(deltas, np.empty if is_live else kept_memory.allocate))
         layers = [next(states) if isinstance(layer, DeltaState) else layer.copy(self.position) for layer in self.layers]
         other = HybridState(self.position, layers, open_chunks=self.current_chunks())
         for target, source in zip(other._deltas(), self._deltas(), strict=True):
@@ -377,38 +346,3 @@ def _like_deltas(states: list[DeltaState], make: Allocate) -> list[DeltaState]:
 
 def _chunk_arrays(chunks: OpenChunks | None) -> list[np.ndarray]:
     return [array for arrays in chunks.layers.values() for array in arrays.values()] if chunks else []
-
-
-def memory_of(arrays: Iterable[np.ndarray]) -> dict[int, int]:
-    """Bytes of what the arrays lie in, by identity: views of one allocation are that one."""
-    found: dict[int, int] = {}
-    for array in arrays:
-        while isinstance(array.base, np.ndarray):
-            array = array.base
-        found[id(array)] = array.nbytes
-    return found
-
-
-def copy_arrays(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-    """(to, from) each, by as many threads as memory can use that was written before."""
-    pairs, count = list(pairs), _copy_threads()
-    if sum(target.nbytes for target, _ in pairs) < COPY_BYTES or count < 2:
-        copy_some(pairs)
-    else:
-        list(copiers().map(copy_some, [pairs[which::count] for which in range(count)]))
-
-
-def copy_some(pairs: list[tuple[np.ndarray, np.ndarray]]) -> None:
-    """The same by the calling thread."""
-    for target, source in pairs:
-        np.copyto(target, source)
-
-
-def _copy_threads() -> int:
-    return min(COPY_THREADS, len(os.sched_getaffinity(0)))
-
-
-@cache
-def copiers() -> ThreadPoolExecutor:
-    """Threads that copy."""
-    return ThreadPoolExecutor(_copy_threads(), "copy")

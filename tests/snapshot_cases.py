@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 
-from fermi_engine import SamplingParams, generate, kernels, state
+from fermi_engine import SamplingParams, generate, kept_memory, kernels, state
 from fermi_engine.array_weights import ArrayWeights
 from fermi_engine.config import EngineConfig
 from fermi_engine.gpu_choice import GpuChoice
@@ -181,7 +181,7 @@ class Tracer:
         self.peak, self.failures = 0, 0
         self._made: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._making: list[weakref.ref] | None = None
-        allocate, save, held = state.allocate, SnapshotCache.save, SnapshotCache.held
+        allocate, save, held = kept_memory.allocate, SnapshotCache.save, SnapshotCache.held
 
         def traced_allocate(*args: object) -> np.ndarray:
             array = allocate(*args)
@@ -203,7 +203,7 @@ class Tracer:
                 self._made.add(snapshot)
             return held(cache, snapshot, reserved)
 
-        monkeypatch.setattr(state, "allocate", traced_allocate)
+        monkeypatch.setattr(kept_memory, "allocate", traced_allocate)
         monkeypatch.setattr(SnapshotCache, "save", traced_save)
         monkeypatch.setattr(SnapshotCache, "held", traced_held)
 
@@ -213,7 +213,7 @@ class Tracer:
         for snapshot in self._made:
             memory |= snapshot.memory()
         making = (reference() for reference in self._making or ())
-        memory |= state.memory_of(array for array in making if array is not None)
+        memory |= kept_memory.memory_of(array for array in making if array is not None)
         self.peak = max(self.peak, sum(memory.values()))
         return sum(memory.values())
 

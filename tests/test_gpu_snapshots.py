@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fermi_engine import gpu_boundaries, gpu_prefill
-from fermi_engine import state as states
+from fermi_engine import gpu_prefill, kept_memory
 from fermi_engine.errors import DeviceError
 from fermi_engine.gpu_boundaries import BUFFER, Boundaries
 from fermi_engine.gpu_prefill import HybridPrefill
@@ -315,7 +314,7 @@ def test_room_is_made_before_states_are_allocated(monkeypatch):
     """Whenever memory for a state is allocated, that much is reserved beside what is held."""
     budget = int(3.5 * cases.snapshot_bytes(120, gpu_engine))
     model = gpu_engine(budget)
-    allocate, allocated = states.allocate, []
+    allocate, allocated = kept_memory.allocate, []
 
     def watched(*args: Any) -> np.ndarray:
         array = allocate(*args)
@@ -331,8 +330,7 @@ def test_room_is_made_before_states_are_allocated(monkeypatch):
             reserved.append(sum(allocated))
 
     reserved: list[int] = []
-    for where in (states, gpu_boundaries):
-        monkeypatch.setattr(where, "allocate", watched)
+    monkeypatch.setattr(kept_memory, "allocate", watched)
     monkeypatch.setattr(gpu_prefill, "Boundaries", Watching)
     for seed in range(5):
         check(model, ids_for(120, seed), None, (30,))

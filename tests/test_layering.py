@@ -21,7 +21,7 @@ CSRC = ROOT / "csrc"
 STDLIB = set(sys.stdlib_module_names)
 # A module imports from the rows above its own only (annotations under TYPE_CHECKING aside).
 TIERS = (
-    ("errors", "compare", "report", "background", "snapshot_directory"),
+    ("errors", "compare", "report", "kept_memory", "background", "snapshot_directory"),
     ("config_fields",),
     ("config", "formats", "safetensors_header", "tokenizer"),
     ("images", "image_plans"),
@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "fermi_engine/model": {"model", "kernels", "config", "formats", "state", "vision_config"},
     "fermi_engine/formats.py": {"errors"},
     "fermi_engine/config.py": {"errors", "config_fields"},
-    "fermi_engine/state.py": {"config", "formats"},
+    "fermi_engine/state.py": {"config", "formats", "kept_memory"},
     "fermi_engine/placement.py": {"errors", "kernels"},
     "fermi_engine/compare.py": set(),
     "fermi_engine/sampling.py": {"errors", "tokenizer", "kernels"},

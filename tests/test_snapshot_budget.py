@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import weakref
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from fermi_engine import kept_memory
 from fermi_engine.prefix import NumericPath, Prefix
 from fermi_engine.runs import ArrayModel
 from fermi_engine.session import Session
@@ -34,6 +36,28 @@ def test_memory_counts_once_however_many_hold_it():
         holdings.hold({4: 60}, 50)
     holdings.release({2: 30, 3: 20})
     assert (holdings.used, holdings.peak) == (0, 80)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("count", [3, kept_memory.LARGE_BYTES // 4])
+def test_views_are_the_memory_they_lie_in(count, at_once):
+    """Small and large pieces, which come from the system in different ways; both can be written and go when nobody holds them."""
+    memory = kept_memory.allocate((2, count), np.float32, at_once)
+    memory[...] = 7
+    views = [memory, memory[1], memory[0, 1:].view(np.uint8), memory.reshape(-1)[2:]]
+    assert list(kept_memory.memory_of(views).values()) == [8 * count]
+    assert kept_memory.memory_of([kept_memory.copied(memory), memory]).keys() > kept_memory.memory_of(views).keys()
+    gone = weakref.ref(memory)
+    del memory, views
+    assert gone() is None
+
+
+def test_copies_by_several_threads_are_copies():
+    rng = np.random.default_rng(0)
+    sources = [rng.random((kept_memory.COPY_BYTES // 16, 1)).astype(np.float32) for _ in range(9)]
+    targets = [np.zeros_like(source) for source in sources]
+    kept_memory.copy_arrays(zip(targets, sources, strict=True))
+    assert all(np.array_equal(*pair) for pair in zip(targets, sources, strict=True))
 
 
 def test_pages_cost_once_and_states_each_time():

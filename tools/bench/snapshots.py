@@ -25,8 +25,9 @@ from fermi_engine.cli_generate import parse_budget
 from fermi_engine.config import EngineConfig
 from fermi_engine.engine import Engine
 from fermi_engine.errors import FermiError
+from fermi_engine.kept_memory import copy_arrays
 from fermi_engine.session import Session
-from fermi_engine.state import DeltaState, copy_arrays
+from fermi_engine.state import DeltaState
 
 REPEATS = 7  # of what takes milliseconds; the median counts
 TURNS, SYSTEM_TOKENS, MESSAGE_TOKENS, ANSWER_TOKENS = 5, 200, 40, 16
