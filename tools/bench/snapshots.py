@@ -135,13 +135,13 @@ def chat(m: Measured) -> list[dict[str, Any]]:
 
 
 def edits(m: Measured) -> list[dict[str, Any]]:
-    """A prompt changed from some place on; `at most` as the project promises."""
-    ids, rows = m.ids(EDITED_TOKENS), []
+    """A prompt changed from some place on; `at most` as is promised: 1.15 times what changes, or a spacing more."""
+    ids, rows, spacing = m.ids(EDITED_TOKENS), [], m.engine.snapshots.costs.spacing(EDITED_TOKENS)
     session = m.engine.session()
     session.prompt(ids)
-    for what, place, most in (("nothing", EDITED_TOKENS, 2), ("last 20 tokens", EDITED_TOKENS - 20, 128),
-                              ("last third", EDITED_TOKENS - EDITED_TOKENS // 3, int(1.15 * (EDITED_TOKENS // 3))),
-                              ("all from token 16", 16, EDITED_TOKENS)):
+    for what, count in (("nothing", 0), ("last 20 tokens", 20), ("last third", EDITED_TOKENS // 3),
+                        ("all from token 16", EDITED_TOKENS - 16)):
+        place, most = EDITED_TOKENS - count, min(EDITED_TOKENS, max(int(1.15 * count), count + spacing)) if count else 0
         changed = [*ids[:place], *[(token + 1) % m.engine.config.vocab_size for token in ids[place:]]]
         seconds, evaluated = m.ask(session, changed)
         rows.append({"changed": what, "evaluated": evaluated, "at most": most, "s": seconds})
@@ -162,6 +162,7 @@ def main() -> int:
     parser.add_argument("--activations", default="q8_0")
     parser.add_argument("--snapshot-ram")
     parser.add_argument("--edits", action="store_true")
+    parser.add_argument("--fine", action="store_true", help="boundaries as near as 64 tokens, whatever they cost")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
@@ -169,6 +170,7 @@ def main() -> int:
         m = Measured(Engine.load(o.pack, config=EngineConfig(
             threads=o.threads, prefill=o.prefill, device=o.device, gemm=o.gemm, load=o.load, activations=o.activations,
             snapshot_ram=parse_budget("--snapshot-ram", o.snapshot_ram))), o.check)
+        m.engine.snapshots.costs.frozen = o.fine
         found = {"prompt": cold_and_again(m, o.tokens, o.rounds), "chat": chat(m), "edits": edits(m) if o.edits else [],
                  "equal": f"{sum(m.compared)} of {len(m.compared)}", "totals": m.engine.snapshots.line()}
     except FermiError as err:
