@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fermi_engine import Engine, SamplingParams, chat
+from fermi_engine import Engine, EngineConfig, SamplingParams, chat
 from fermi_engine.convert import convert
 from fermi_engine.session import Session
 from tests.test_cli import assert_one_line_error, run
@@ -46,8 +46,8 @@ def expected(pack: Path, names: list[str], text: str, raw: bool = False) -> str:
     return continued(engine, names, engine.tokenizer.encode(engine.vision.marker * len(names) + text))
 
 
-def answered(pack: Path, names: list[str], messages: list[dict]) -> str:
-    engine = Engine.load(pack)
+def answered(pack: Path, names: list[str], messages: list[dict], **settings) -> str:
+    engine = Engine.load(pack, config=EngineConfig(**settings))
     template = chat.find_template(engine.pack.files())
     return continued(engine, names, chat.encode(engine.tokenizer, template, messages, enable_thinking=False))
 
@@ -128,7 +128,8 @@ def test_a_talk_about_images_goes_on_in_another_run(family: str, files: Path, tm
         state.unlink()
     fourth, err = say("--prompt", "four", "--session", "s", "--kv-format", "f16", "--timing")
     assert "images encoded: 2 " in err
-    assert fourth
+    later = [{"role": "assistant", "content": third.removesuffix("\n")}, {"role": "user", "content": "four"}]
+    assert fourth.rstrip("\n") == answered(files / family, ["a.png", "b.jpg"], [*turns, *later], kv_format="f16").rstrip("\n")
     Image.new("RGB", (40, 60)).save(shown)
     err = say("--prompt", "five", "--session", "s", status=2)[1]
     assert_one_line_error(2, "", err.splitlines(keepends=True)[-1], "session 's' shows", "shown.png", "has changed since")

@@ -70,8 +70,8 @@ MODEL = (
     Fault(
         "positions restart in every call",
         "fermi_engine/model/decoder.py",
-        "Positions.of(self, state.position, len(ids))",
-        "Positions.of(self, 0, len(ids))",
+        "Positions.of(self, state.position, len(ids), shift)",
+        "Positions.of(self, 0, len(ids), shift)",
         "stage:decoder",
     ),
     Fault(
@@ -84,8 +84,8 @@ MODEL = (
     Fault(
         "a recorded step stays where it was recorded",
         "fermi_engine/model/decoder.py",
-        "self._at.move(position)",
-        "self._at.move(0)",
+        "self._at.move(position, shift)",
+        "self._at.move(0, shift)",
         "stage:snapshot_resume",
     ),
     Fault(
@@ -98,8 +98,8 @@ MODEL = (
     Fault(
         "snapshot shares its state",
         "fermi_engine/session.py",
-        "Snapshot(self.prefix, self.state.copy(), trail=self._trail)",
-        "Snapshot(self.prefix, self.state, trail=self._trail)",
+        "Snapshot(self.prefix, self.state.copy(), trail",
+        "Snapshot(self.prefix, self.state, trail",
         "test:tests/test_exactness.py::test_snapshot_resumes_to_the_bit",
     ),
     Fault(
@@ -276,8 +276,8 @@ MODEL_SENSE = (
     Fault(
         "sense: text moves along the time axis alone",
         "fermi_engine/model/decoder.py",
-        "axes[:] = np.arange(start, start + count)",
-        "axes[0], axes[1:] = np.arange(start, start + count), 0",
+        "axes[:] = np.arange(start + shift, start + shift + count)",
+        "axes[0], axes[1:] = np.arange(start + shift, start + shift + count), 0",
         "test:tests/test_tiny.py::test_arithmetic_with_the_steps_apart_from_the_answer",
     ),
     Fault(

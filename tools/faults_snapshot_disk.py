@@ -156,8 +156,8 @@ SNAPSHOT_DISK = (
     Fault(
         "the last token of an answer dropped from its session",
         "fermi_engine/conversation.py",
-        "        self.ids = [*ids, *writer.ids]\n",
-        "        self.ids = [*ids, *writer.ids[:-1]]\n",
+        "        self.ids, self.shown, self._waiting = [*ids, *writer.ids], shown, []\n",
+        "        self.ids, self.shown, self._waiting = [*ids, *writer.ids[:-1]], shown, []\n",
         f"{_NAMED}test_token_ids_go_on_in_another_run",
     ),
     Fault(
