@@ -60,8 +60,8 @@ def test_format_loss_is_reported(report: Report, capsys: pytest.CaptureFixture[s
 class Faulty(Float32Prefill):
     """Leaves the convolution of one layer behind one token late."""
 
-    def hidden(self, ids: np.ndarray, state: HybridState, progress: Any = None) -> np.ndarray | None:
-        found = super().hidden(ids, state)
+    def hidden(self, ids: np.ndarray, state: HybridState, *rest: Any) -> np.ndarray | None:
+        found = super().hidden(ids, state, *rest)
         if found is not None:
             state.layers[0].conv[...] = np.roll(state.layers[0].conv, 1, axis=0)
         return found
