@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from difflib import get_close_matches
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,7 +171,8 @@ def _chosen(names: Sequence[str] | None, backends: list[str]) -> list[Stage]:
     known = [stage.name for stage in STAGES]
     unknown = [name for name in names or () if name not in known]
     if unknown:
-        raise VerifyError(f"unknown stage {unknown[0]!r}; stages are {', '.join(known)}")
+        near = ", ".join(get_close_matches(unknown[0], known, n=8, cutoff=0))
+        raise VerifyError(f"unknown stage {unknown[0]!r}; of {len(known)} stages those most like it are {near}")
     chosen = [stage for stage in STAGES if not names or stage.name in names]
     for stage in chosen if names else ():
         if not any(stage.form(name) for name in backends):

@@ -66,8 +66,8 @@ def test_the_forward_hash_is_one_everywhere():
 
 
 def test_names_are_checked():
-    with pytest.raises(VerifyError, match=r"unknown stage 'warp'.*rms_norm"):
-        verify.replay(stages=["warp"])
+    with pytest.raises(VerifyError, match=r"unknown stage 'rms_nrom'.* like it are rms_norm"):
+        verify.replay(stages=["rms_nrom"])
     with pytest.raises(BackendError, match="unknown backend"):
         verify.replay("avx9", ["rope"])
 
