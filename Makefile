@@ -22,7 +22,7 @@ demo: $(DEMO_VENV)/.ready
 	$(DEMO_VENV)/bin/python tools/demo.py
 
 test: system $(VENV)/.ready
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 check: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
