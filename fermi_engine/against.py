@@ -14,6 +14,7 @@ import numpy as np
 from fermi_engine.engine import Engine
 from fermi_engine.errors import VerifyError
 from fermi_engine.model.decoder import Positions
+from fermi_engine.model.weights import INNER
 from fermi_engine.safetensors_header import read_header
 from fermi_engine.state import HybridState, KVPages
 
@@ -46,7 +47,7 @@ def against(engine: Engine, path: str | Path) -> list[Row]:
     free: dict[str, np.ndarray] = {}
     state = HybridState.fresh(engine.config, engine.options.kv_block)
     engine.decoder.logits(engine.decoder.hidden(dump["ids"], state, free.__setitem__), free.__setitem__)
-    return [_row(name, value, free, dump) for name, value in _fed(engine, dump)]
+    return [_row(name, value, free, dump) for name, value in _fed(engine, dump) if name.rsplit(".", 1)[-1] not in INNER]
 
 
 def first_failure(rows: list[Row]) -> Row | None:

@@ -21,7 +21,9 @@ class DenseMLP:
         gate_up = k.empty((u.x.shape[0], self.gate_proj.rows + self.up_proj.rows))
         k.linear(u, self.gate_proj, mode, out=gate_up)
         k.linear(u, self.up_proj, mode, out=gate_up, column=self.gate_proj.rows)
-        return k.linear(k.activations(k.swiglu(gate_up)), self.down_proj, mode)
+        hidden = k.swiglu(gate_up)
+        trace("dense_hidden", hidden)
+        return k.linear(k.activations(hidden), self.down_proj, mode)
 
 
 class SparseMoE:
@@ -43,24 +45,28 @@ class SparseMoE:
         trace("router_ids", ids)
         trace("router_weights", weights)
         work = k.expert_rows(ids, self.gate_up.count)
-        expert_out = self._experts(k, u, work, mode)
+        trace("expert_rows", work.row_of)
+        expert_out = self._experts(k, u, work, mode, trace)
+        trace("expert_out", expert_out)
         shared = self.shared_expert.forward(k, u, mode, trace)
         shared_gate = k.gemm_f32(u.x, self.shared_expert_gate)
         return k.moe_combine(expert_out, work.row_of, weights, shared, shared_gate)
 
-    def _experts(self, k: CpuKernels, u: Activations, work: ExpertRows, mode: str) -> np.ndarray:
+    def _experts(self, k: CpuKernels, u: Activations, work: ExpertRows, mode: str, trace: Trace) -> np.ndarray:
         """Each hit expert once over all its rows -> [T * k, H] in the order of the work list."""
         if mode == "f32" or not (self.gate_up.is_quantised and self.down.is_quantised):
-            return self._one_by_one(k, u, work, mode)
+            return self._one_by_one(k, u, work, mode, trace)
         hidden = k.swiglu(k.grouped_gemm(u.q8, self.gate_up, work, gathered=False))
+        trace("expert_hidden", hidden)
         return k.grouped_gemm(k.quantize_q8_0(hidden), self.down, work, gathered=True)
 
-    def _one_by_one(self, k: CpuKernels, u: Activations, work: ExpertRows, mode: str) -> np.ndarray:
+    def _one_by_one(self, k: CpuKernels, u: Activations, work: ExpertRows, mode: str, trace: Trace) -> np.ndarray:
         """The same for weights that are not multiplied as 8-bit codes."""
-        out = k.empty((work.source.size, self.down.rows))
+        hidden, out = k.empty((work.source.size, self.down.cols)), k.empty((work.source.size, self.down.rows))
         for i in range(int(work.hits[0])):
             begin, end = work.first[i], work.first[i + 1]
             mine = k.activations(u.x[work.source[begin:end]])
-            hidden = k.swiglu(k.linear(mine, self.gate_up.matrix(int(work.hit[i])), mode))
-            out[begin:end] = k.linear(k.activations(hidden), self.down.matrix(int(work.hit[i])), mode)
+            hidden[begin:end] = k.swiglu(k.linear(mine, self.gate_up.matrix(int(work.hit[i])), mode))
+            out[begin:end] = k.linear(k.activations(hidden[begin:end]), self.down.matrix(int(work.hit[i])), mode)
+        trace("expert_hidden", hidden)
         return out

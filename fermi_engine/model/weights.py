@@ -12,6 +12,9 @@ from fermi_engine.config import ModelConfig
 from fermi_engine.formats import Experts, Matrix
 
 Trace = Callable[[str, np.ndarray], None]
+# What layers report beside the tensors that a dump of the reference holds: `expert_rows` [T, k], the row of each of a token's
+# experts in `expert_hidden` [T * k, I] (what goes into their second matrix) and `expert_out` [T * k, H]; `dense_hidden`.
+INNER = ("expert_rows", "expert_hidden", "expert_out", "dense_hidden")
 
 
 class Tensors(Protocol):
