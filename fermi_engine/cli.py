@@ -1,4 +1,4 @@
-"""The command line: convert, generate, verify, bench, doctor, info.
+"""The command line: convert, generate, eval, verify, bench, doctor, info.
 
 Only typer and rich are imported to answer --help; each command imports what it needs, after the CPU has been checked.
 Exit status: 0 done; 1 a check failed; 2 a mistake or an unusable file, told in one line; 130 interrupted; 141 the
@@ -272,6 +272,39 @@ def generate(
     cli_generate.run(cli_generate.Request(
         model, prompt, chat, ids, tuple(image or ()), system, tools, think, show_reasoning, raw, timing, format, sampling,
         options, parsed, session))
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[list[Path], typer.Option("--model", "-m", metavar="M", show_default=False,
+                                              help="Pack or checkpoint directory. Repeatable: a row each.")],
+    text: Annotated[list[Path], typer.Option(metavar="FILE", show_default=False,
+                                             help="Text, or .jsonl with text, messages or ids a line. Repeatable.")],
+    against: Annotated[Path | None, typer.Option(metavar="BASE", show_default=False,
+                                                 help="Compare with this model; a directory is taken as f32.")] = None,
+    by: Annotated[str | None, typer.Option(metavar="class|tensor", show_default=False,
+                                           help="Where the loss comes from: parts put into BASE one at a time.")] = None,
+    window: Annotated[int | None, typer.Option(metavar="N", min=2, show_default=False,
+                                               help="Tokens read from an empty state; default 2048.")] = None,
+    format: Annotated[str | None, typer.Option(metavar="q4_0|q8_0|f16|f32", show_default=False,
+                                               help="For a checkpoint directory as M; default q4_0.")] = None,
+    threads: Threads = None,
+    backend: Backend = None,
+    activations: Activations = "q8_0",
+    kv_format: KVFormat = "f32",
+    as_json: Json = False,
+) -> None:
+    """Measure perplexity, and what a model loses against another.
+
+    Divergence both ways, agreement on the likeliest token, by position. An interrupted run goes on where it was when the
+    same command runs again.
+    """
+    _check_cpu()
+    from fermi_engine import cli_eval
+    from fermi_engine.config import EngineConfig
+
+    options = EngineConfig(activations=activations, backend=backend, threads=threads, kv_format=kv_format)
+    cli_eval.run(cli_eval.Request(model, text, against, by, window, format, as_json, options))
 
 
 @app.command()

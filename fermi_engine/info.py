@@ -68,6 +68,11 @@ def describe_checkpoint(path: str | Path, format: str = "q4_0") -> dict[str, Any
     }
 
 
+def part_of(name: str) -> str:
+    """What a tensor belongs to: attention, experts, head and so on."""
+    return next((part for mark, part in PARTS if mark in name), "norms")
+
+
 def left_out(unused: Iterable[str]) -> str:
     """Tensors of the source that a pack does not hold, counted by what they belong to: `visual 12, mtp 5`."""
     counts: dict[str, int] = {}
@@ -102,7 +107,7 @@ def _essentials(config: ModelConfig) -> dict[str, Any]:
 def _weights(config: ModelConfig, vision: VisionConfig | None, formats: Mapping[str, str]) -> list[Weight]:
     weights = []
     for name, shape in pack_shapes(config, vision).items():
-        part = next((part for mark, part in PARTS if mark in name), "norms")
+        part = part_of(name)
         matrix = len(shape) > 1 and not name.endswith(".conv1d.weight")
         row = FORMATS[formats[name]]
         copies = math.prod(shape[:-2]) if matrix else 1

@@ -195,16 +195,17 @@ class Pack:
             "eos_ids": list(self.eos_ids), "unused": list(self.unused),
         }
 
+    def stored(self, name: str) -> list[tuple[Part, int]]:
+        """The matrices of a tensor and how many there are of each: of a blob gate_up and down of all experts."""
+        part, shape = self._layout.get(name), self._entry(name).shape
+        if isinstance(part, Blob):
+            return [(part.gate_up, part.experts), (part.down, part.experts)]
+        return [(part or Part("f32", int(np.prod(shape[:-1])), shape[-1]), 1)]
+
     def _format_sizes(self) -> dict[str, dict[str, int]]:
         sizes: dict[str, dict[str, int]] = {}
         for name in self.names:
-            part = self._layout.get(name)
-            if isinstance(part, Blob):
-                rows = [(p, part.experts) for p in (part.gate_up, part.down)]
-            else:
-                shape = self._entries[name].shape
-                rows = [(part or Part("f32", int(np.prod(shape[:-1])), shape[-1]), 1)]
-            for matrix, count in rows:
+            for matrix, count in self.stored(name):
                 total = sizes.setdefault(matrix.format, {"tensors": 0, "weights": 0, "bytes": 0})
                 total["tensors"] += 1
                 total["weights"] += count * matrix.rows * matrix.cols
