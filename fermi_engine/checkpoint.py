@@ -31,6 +31,7 @@ SIDE_FILES = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "preprocessor_config.json",
 )
 SAMPLES, SAMPLE_BYTES = 64, 4096
+PRUNED = "pruned"  # what a model from which experts were left out says about that: in config.json, in a pack's source
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,11 @@ class Checkpoint:
         shards = {name: (path / name, h.file_bytes, h.data_start) for name, h in headers.items()}
         files = {name: path / name for name in SIDE_FILES if name in names}
         return cls(path, config, raw, tensors, unused, files, shards, vision)
+
+    @property
+    def pruned(self) -> Any:
+        """What config.json says of experts left out, or None."""
+        return self.raw_config.get(PRUNED)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor by canonical name. KeyError for a name outside `tensors`."""

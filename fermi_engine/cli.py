@@ -1,4 +1,4 @@
-"""The command line: convert, generate, eval, verify, bench, doctor, info.
+"""The command line: convert, generate, eval, reap, verify, bench, doctor, info.
 
 Only typer and rich are imported to answer --help; each command imports what it needs, after the CPU has been checked.
 Exit status: 0 done; 1 a check failed; 2 a mistake or an unusable file, told in one line; 130 interrupted; 141 the
@@ -305,6 +305,40 @@ def evaluate(
 
     options = EngineConfig(activations=activations, backend=backend, threads=threads, kv_format=kv_format)
     cli_eval.run(cli_eval.Request(model, text, against, by, window, format, as_json, options))
+
+
+@app.command()
+def reap(
+    model: Annotated[Path, typer.Option("--model", "-m", metavar="SRC", show_default=False,
+                                        help="Pack, or checkpoint directory; DST becomes the same kind.")],
+    keep: Annotated[int, typer.Option(metavar="N", show_default=False, help="Experts of each layer that stay.")],
+    out: Annotated[Path, typer.Option("--output", "-o", metavar="DST", show_default=False, help="What to write.")],
+    calibration: Annotated[list[Path] | None, typer.Option(
+        metavar="FILE", show_default=False, help="Text, or .jsonl with text, messages or ids a line. Repeatable.")] = None,
+    scores: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False,
+                                                help="Scores of an earlier run (DST.reap.json), in place of measuring.")] = None,
+    generate: Annotated[int, typer.Option(metavar="N", min=0, help="Tokens that the model adds to each document.")] = 0,
+    window: Annotated[int | None, typer.Option(metavar="N", min=2, show_default=False,
+                                               help="Tokens read from an empty state; default 2048.")] = None,
+    format: Annotated[str | None, typer.Option(metavar="q4_0|q8_0|f16|f32", show_default=False,
+                                               help="To measure a checkpoint directory in; default q4_0.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a pack DST where it exists.")] = False,
+    threads: Threads = None,
+    backend: Backend = None,
+    activations: Activations = "q8_0",
+) -> None:
+    """Leave out the experts that matter least (REAP).
+
+    Saliency is measured while the model reads the calibration text and, with --generate, its own continuations. Kept
+    experts keep their bytes; scores and choice go into DST.reap.json. An interrupted run goes on where it was.
+    """
+    _check_cpu()
+    from fermi_engine import cli_reap
+    from fermi_engine.config import EngineConfig
+    from fermi_engine.reap import Request
+
+    options = EngineConfig(activations=activations, backend=backend, threads=threads)
+    cli_reap.run(Request(model, keep, out, calibration or (), scores, generate, window, format, overwrite, options))
 
 
 @app.command()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import fermi_engine
-from fermi_engine.checkpoint import Checkpoint
+from fermi_engine.checkpoint import PRUNED, Checkpoint
 from fermi_engine.config import eos_ids
 from fermi_engine.errors import CheckpointError, FormatError, PackError
 from fermi_engine.formats import FORMATS, LANES, Format, find_format
@@ -150,7 +150,7 @@ def _metadata(checkpoint: Checkpoint, default_format: str, layout: dict[str, Any
         "model_config": checkpoint.config.to_dict(),
         "eos_ids": checkpoint_eos_ids(checkpoint),
         "tensors": layout,
-        "source": checkpoint.identity(),
+        "source": source_of(checkpoint),
         "unused": sorted(checkpoint.unused),
         **({"vision_config": checkpoint.vision.to_dict()} if checkpoint.vision else {}),
     }
@@ -159,6 +159,12 @@ def _metadata(checkpoint: Checkpoint, default_format: str, layout: dict[str, Any
         "norm_convention": NORM_CONVENTION, "plain_norms": PLAIN_NORMS, "default_format": default_format,
         **{key: json.dumps(value, sort_keys=True) for key, value in values.items()},
     }
+
+
+def source_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a pack says about the checkpoint it is made of."""
+    pruned = getattr(checkpoint, "pruned", None)
+    return {**checkpoint.identity(), **({PRUNED: pruned} if pruned else {})}
 
 
 def checkpoint_eos_ids(checkpoint: Checkpoint) -> list[int]:

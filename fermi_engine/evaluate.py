@@ -6,7 +6,7 @@ What stays is a handful of numbers a token. An interrupted run goes on with the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -74,25 +74,29 @@ def evaluate(models: Mapping[str, Model], base: Model | None, windows: Sequence[
     progress(tokens done, of all, ""). Raises RequestError for logits that are NaN or infinite.
     """
     total = sum(map(len, windows))
-    found, done = _restored(resume, models)
+    found = _restored(resume)
     try:
-        for i in range(done, len(windows)):
-            rows = _window(models, base, windows[i], i)
-            for name, parts in rows.items():
-                found[name].append(Records.join(parts))
-            done = i + 1
+        for i in range(found[-1].done if found else 0, len(windows)):
+            found.append(_Done(i + 1, _window(models, base, windows[i], i)))  # one step: an interrupt comes before or after
             if resume.due():
-                resume.save(_packed(found, done))
+                resume.save(_packed(found))
             if progress:
-                progress(sum(map(len, windows[:done])), total, "")
+                progress(sum(map(len, windows[:i + 1])), total, "")
     except BaseException:
-        if done:
-            resume.save(_packed(found, done))
+        if found:
+            resume.save(_packed(found))
         raise
-    return {name: Records.join(parts) for name, parts in found.items()}
+    return _joined(found)
 
 
-def _window(models: Mapping[str, Model], base: Model | None, ids: np.ndarray, number: int) -> dict[str, list[Records]]:
+class _Done(NamedTuple):
+    """Records by model, of one window or of all before; `done` windows are complete with it."""
+
+    done: int
+    records: dict[str, Records]
+
+
+def _window(models: Mapping[str, Model], base: Model | None, ids: np.ndarray, number: int) -> dict[str, Records]:
     """Records of one window. Hidden rows of up to TOGETHER models first, then logits of a few positions at a time."""
     targets, rows = ids[1:].astype(np.int64), {name: [] for name in models}
     base_hidden = None if base is None else base.hidden(ids[:-1])
@@ -108,7 +112,7 @@ def _window(models: Mapping[str, Model], base: Model | None, ids: np.ndarray, nu
                     rows[name].append(score(logits, targets[part], p, number, part.start))
             except RequestError as err:
                 raise RequestError(f"{name}, window {number + 1}: {err}") from None
-    return rows
+    return {name: Records.join(parts) for name, parts in rows.items()}
 
 
 def _slices(count: int) -> Iterator[slice]:
@@ -116,17 +120,21 @@ def _slices(count: int) -> Iterator[slice]:
         yield slice(begin, min(count, begin + HEAD_ROWS))
 
 
-def _packed(found: Mapping[str, list[Records]], done: int) -> dict[str, np.ndarray]:
-    arrays: dict[str, Any] = {"done": np.array(done)}
-    for number, parts in enumerate(found.values()):
-        arrays |= {f"{number}.{name}": array for name, array in Records.join(parts).arrays().items()}
+def _joined(found: Sequence[_Done]) -> dict[str, Records]:
+    return {name: Records.join([part.records[name] for part in found]) for name in found[0].records}
+
+
+def _packed(found: Sequence[_Done]) -> dict[str, np.ndarray]:
+    arrays = {"done": np.array(found[-1].done), "names": np.array(list(found[0].records))}
+    for number, records in enumerate(_joined(found).values()):
+        arrays |= {f"{number}.{name}": array for name, array in records.arrays().items()}
     return arrays
 
 
-def _restored(resume: Resume, models: Mapping[str, Model]) -> tuple[dict[str, list[Records]], int]:
+def _restored(resume: Resume) -> list[_Done]:
     stored = resume.load()
     if stored is None:
-        return {name: [] for name in models}, 0
+        return []
     fields = Records.__dataclass_fields__
-    return {name: [Records(*(stored[f"{number}.{field}"] for field in fields))]
-            for number, name in enumerate(models)}, int(stored["done"])
+    return [_Done(int(stored["done"]), {name: Records(*(stored[f"{number}.{field}"] for field in fields))
+                                        for number, name in enumerate(stored["names"].tolist())})]

@@ -68,12 +68,13 @@ def tensor_offset(path: Path, name: str) -> int:
 
 
 def remake(path: Path, metadata: dict[str, str] | None = None, data: dict[str, bytes] | None = None,
-           align: int | None = None, rename: dict[str, str] | None = None) -> Path:
-    """The pack with some metadata, bytes, alignments or names changed, and a seal that matches the change."""
+           align: int | None = None, rename: dict[str, str] | None = None,
+           shapes: dict[str, tuple[int, ...]] | None = None) -> Path:
+    """The pack with some metadata, bytes, alignments, names or shapes changed, and a seal that matches the change."""
     header, raw = read_header(path, PackError), path.read_bytes()
     kept = {name: e for name, e in header.tensors.items() if not name.startswith(("_pad", "_seal"))}
-    wanted = [Wanted((rename or {}).get(name, name), e.dtype, e.shape, align or (4096 if name.endswith("blob") else 64))
-              for name, e in kept.items()]
+    wanted = [Wanted((rename or {}).get(name, name), e.dtype, (shapes or {}).get(name, e.shape),
+                     align or (4096 if name.endswith("blob") else 64)) for name, e in kept.items()]
     plan = PackPlan.build(wanted, {**header.metadata, **(metadata or {})})
     with PackWriter(path, plan) as writer:
         for slot, (name, e) in zip(list(writer.remaining()), kept.items(), strict=True):
