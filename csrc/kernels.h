@@ -369,6 +369,20 @@ typedef struct {
 void ssse3_roofline_dot(const roofline_dot_args *a, int64_t begin, int64_t end);
 void avx2_roofline_dot(const roofline_dot_args *a, int64_t begin, int64_t end);
 
+/* csrc/q4_0_mse.c, run through fermi_run like a kernel, no op: weights are quantised once, on no path that speed counts on.
+ * Item = block of 32. `blocks` holds the plain q4_0 bytes of x and is improved in place: d becomes the finite half that
+ * minimises e(d) = the sum, in order, of w * (r * r) in double, r = x - d * code, code = floor(x / d + 1/2) in double, at
+ * least -8 and at most 7; of equal errors the smaller |d|, then the negative d. d = 0 stands for all zeros and is stored as
+ * -0.0 with codes 8. A block whose weights are all 0 counts as one of weights 1. */
+typedef struct {
+    const float *x;        /* [blocks, 32], finite, in the range of halves times 8 */
+    const float *weight;   /* [n], of the elements of a row, finite, at least 0; NULL for 1 */
+    uint8_t *blocks;       /* [blocks, 18] */
+    int64_t n;             /* elements of a row */
+} q4_0_mse_args;
+
+void q4_0_mse(const q4_0_mse_args *a, int64_t begin, int64_t end);
+
 /* What the CPU (and the operating system, for AVX) supports, from CPUID: bit 0 ssse3, 1 sse4.1, 2 sse4.2, 3 popcnt, 4 avx,
  * 5 avx2, 6 fma, 7 f16c, 8 avx512f, 9 avx512vnni. */
 unsigned fermi_cpu_features(void);

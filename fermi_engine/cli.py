@@ -1,4 +1,4 @@
-"""The command line: convert, generate, eval, reap, verify, bench, doctor, info.
+"""The command line: convert, generate, eval, reap, calibrate, verify, bench, doctor, info.
 
 Only typer and rich are imported to answer --help; each command imports what it needs, after the CPU has been checked.
 Exit status: 0 done; 1 a check failed; 2 a mistake or an unusable file, told in one line; 130 interrupted; 141 the
@@ -21,8 +21,29 @@ try:  # what follows takes most of the time of a short command: Ctrl-C must not 
     import typer
 
     import fermi_engine
-    from fermi_engine import report
-    from fermi_engine.config import MOST_THREADS
+    from fermi_engine import cli_measure, report
+    from fermi_engine.cli_options import (
+        Activations,
+        Backend,
+        Device,
+        ExpertSlots,
+        Gemm,
+        HugePages,
+        HyperThreads,
+        Json,
+        KVFormat,
+        Load,
+        Mlock,
+        Numa,
+        Pin,
+        Prefill,
+        SessionName,
+        SnapshotDir,
+        SnapshotDisk,
+        SnapshotRam,
+        Threads,
+        Vram,
+    )
     from fermi_engine.errors import FermiError, RequestError
 except KeyboardInterrupt:
     if sys.stderr is not None:
@@ -37,35 +58,6 @@ app = typer.Typer(name=PROGRAM, add_completion=False, help="Hybrid Gated-DeltaNe
                   context_settings={"help_option_names": ["-h", "--help"]})
 # typer brings its own click or uses the installed one; the base of its errors is the same by name
 _ClickException = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-
-Backend = Annotated[str | None, typer.Option("--backend", metavar="B", show_default=False,
-                                             help="Force a backend; default: FERMI_BACKEND, else the best.")]
-Threads = Annotated[int | None, typer.Option("--threads", "-t", metavar="N", show_default=False,
-                                             max=MOST_THREADS,
-                                             help="Default: physical cores within affinity and CPU quota.")]
-Activations = Annotated[str, typer.Option(metavar="q8_0|f32", help="q8_0: integer products; f32: dequantised weights.")]
-Pin = Annotated[bool, typer.Option("--pin", help="Hold each thread on one core of its own.")]
-KVFormat = Annotated[str, typer.Option(metavar="f32|f16|q8_0", help="Format of the key/value cache.")]
-HyperThreads = Annotated[bool, typer.Option("--hyper-threads", help="Default --threads to all logical CPUs.")]
-Numa = Annotated[str | None, typer.Option(metavar="interleave|local|off", show_default=False,
-                                          help="Memory nodes to use; default: interleave where there are several.")]
-Load = Annotated[str, typer.Option(metavar="mmap|resident", help="Use the pack in place, or copy it into memory.")]
-HugePages = Annotated[bool, typer.Option("--huge-pages", help="Insist on 2 MiB pages, reading the pack anew where needed.")]
-Mlock = Annotated[bool, typer.Option("--mlock", help="Read all weights first and keep them from being paged out.")]
-Prefill = Annotated[str, typer.Option(metavar="cpu|gpu|auto", help="Who reads prompts; auto: the GPU where it is faster.")]
-Device = Annotated[str, typer.Option(metavar="cuda|emulated", help="The GPU; emulated runs its kernels on the CPU.")]
-Vram = Annotated[str | None, typer.Option(metavar="SIZE", show_default=False,
-                                          help="Most GPU memory, such as 6GiB; default: what is free.")]
-ExpertSlots = Annotated[int, typer.Option(metavar="N", help="Layers whose experts are on the GPU at a time.")]
-Gemm = Annotated[str, typer.Option(metavar="own|vendor", help="Dense products on the GPU: own kernels, or cuBLAS.")]
-SnapshotRam = Annotated[str | None, typer.Option("--snapshot-ram", metavar="SIZE", show_default=False,
-                                                 help="Memory for states that later prompts go on from, such as 2GiB; 0: none.")]
-SnapshotDir = Annotated[Path | None, typer.Option("--snapshot-dir", metavar="DIR", show_default=False,
-                                                  help="Keep them on disk, too, for later runs.")]
-SnapshotDisk = Annotated[str, typer.Option("--snapshot-disk", metavar="SIZE", help="Most bytes of the files there.")]
-SessionName = Annotated[str | None, typer.Option("--session", metavar="NAME", show_default=False,
-                                                 help="Go on from where the session of that name stands, and keep it.")]
-Json = Annotated[bool, typer.Option("--json", help="JSON on stdout in place of tables.")]
 
 
 def main() -> None:
@@ -168,7 +160,12 @@ def convert(
     dst: Annotated[Path | None, typer.Argument(metavar="DST", show_default=False, help="Pack file to write.")] = None,
     format: Annotated[str, typer.Option(metavar="q4_0|q8_0|f16|f32", help="Format of the weight matrices.")] = "q4_0",
     rules: Annotated[str | None, typer.Option(metavar="PATTERN=FORMAT,...", show_default=False,
-                                              help="Formats by name, for example *.experts.*=q8_0.")] = None,
+                                              help="Formats by name, for example *.experts.*=q8_0; sensitive=5% spends "
+                                                   "so many bytes where they matter most.")] = None,
+    scales: Annotated[str, typer.Option(metavar="plain|mse", help="q4_0 scales as ggml's, or of least error.")] = "plain",
+    moments: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False,
+                                                 help="With --scales mse: least error of the products, as measured by "
+                                                      "fermi-engine calibrate.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST where it exists.")] = False,
     show_rules: Annotated[bool, typer.Option("--show-rules", help="Only print each tensor's format.")] = False,
 ) -> None:
@@ -184,7 +181,7 @@ def convert(
     elif dst is None:
         raise RequestError("DST is missing: name the pack file to write, for example model.safetensors")
     else:
-        cli_files.convert(src, dst, format, rules, overwrite)
+        cli_files.convert(src, dst, format, rules, overwrite, scales, moments)
 
 
 @app.command()
@@ -256,6 +253,7 @@ def generate(
     parsed = tokenizer_ahead.begin(Path(model)) if ids is None else None
     from fermi_engine import cli_generate
     from fermi_engine.config import EngineConfig
+    from fermi_engine.sizes import parse_budget, parse_bytes
 
     sampling = {
         "max_tokens": max_tokens, "temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p,
@@ -265,80 +263,18 @@ def generate(
     }
     options = EngineConfig(activations=activations, backend=backend, threads=threads, ctx_size=ctx_size, kv_format=kv_format,
                            pin=pin, hyper_threads=hyper_threads, numa=numa, load=load, huge_pages=huge_pages, mlock=mlock,
-                           prefill=prefill, device=device, vram=cli_generate.parse_bytes("--vram", vram),
+                           prefill=prefill, device=device, vram=parse_bytes("--vram", vram),
                            expert_slots=expert_slots, gemm=gemm,
-                           snapshot_ram=cli_generate.parse_budget("--snapshot-ram", snapshot_ram), snapshot_dir=snapshot_dir,
-                           snapshot_disk=cli_generate.parse_budget("--snapshot-disk", snapshot_disk))
+                           snapshot_ram=parse_budget("--snapshot-ram", snapshot_ram), snapshot_dir=snapshot_dir,
+                           snapshot_disk=parse_budget("--snapshot-disk", snapshot_disk))
     cli_generate.run(cli_generate.Request(
         model, prompt, chat, ids, tuple(image or ()), system, tools, think, show_reasoning, raw, timing, format, sampling,
         options, parsed, session))
 
 
-@app.command("eval")
-def evaluate(
-    model: Annotated[list[Path], typer.Option("--model", "-m", metavar="M", show_default=False,
-                                              help="Pack or checkpoint directory. Repeatable: a row each.")],
-    text: Annotated[list[Path], typer.Option(metavar="FILE", show_default=False,
-                                             help="Text, or .jsonl with text, messages or ids a line. Repeatable.")],
-    against: Annotated[Path | None, typer.Option(metavar="BASE", show_default=False,
-                                                 help="Compare with this model; a directory is taken as f32.")] = None,
-    by: Annotated[str | None, typer.Option(metavar="class|tensor", show_default=False,
-                                           help="Where the loss comes from: parts put into BASE one at a time.")] = None,
-    window: Annotated[int | None, typer.Option(metavar="N", min=2, show_default=False,
-                                               help="Tokens read from an empty state; default 2048.")] = None,
-    format: Annotated[str | None, typer.Option(metavar="q4_0|q8_0|f16|f32", show_default=False,
-                                               help="For a checkpoint directory as M; default q4_0.")] = None,
-    threads: Threads = None,
-    backend: Backend = None,
-    activations: Activations = "q8_0",
-    kv_format: KVFormat = "f32",
-    as_json: Json = False,
-) -> None:
-    """Measure perplexity, and what a model loses against another.
-
-    Divergence both ways, agreement on the likeliest token, by position. An interrupted run goes on where it was when the
-    same command runs again.
-    """
-    _check_cpu()
-    from fermi_engine import cli_eval
-    from fermi_engine.config import EngineConfig
-
-    options = EngineConfig(activations=activations, backend=backend, threads=threads, kv_format=kv_format)
-    cli_eval.run(cli_eval.Request(model, text, against, by, window, format, as_json, options))
-
-
-@app.command()
-def reap(
-    model: Annotated[Path, typer.Option("--model", "-m", metavar="SRC", show_default=False,
-                                        help="Pack, or checkpoint directory; DST becomes the same kind.")],
-    keep: Annotated[int, typer.Option(metavar="N", show_default=False, help="Experts of each layer that stay.")],
-    out: Annotated[Path, typer.Option("--output", "-o", metavar="DST", show_default=False, help="What to write.")],
-    calibration: Annotated[list[Path] | None, typer.Option(
-        metavar="FILE", show_default=False, help="Text, or .jsonl with text, messages or ids a line. Repeatable.")] = None,
-    scores: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False,
-                                                help="Scores of an earlier run (DST.reap.json), in place of measuring.")] = None,
-    generate: Annotated[int, typer.Option(metavar="N", min=0, help="Tokens that the model adds to each document.")] = 0,
-    window: Annotated[int | None, typer.Option(metavar="N", min=2, show_default=False,
-                                               help="Tokens read from an empty state; default 2048.")] = None,
-    format: Annotated[str | None, typer.Option(metavar="q4_0|q8_0|f16|f32", show_default=False,
-                                               help="To measure a checkpoint directory in; default q4_0.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a pack DST where it exists.")] = False,
-    threads: Threads = None,
-    backend: Backend = None,
-    activations: Activations = "q8_0",
-) -> None:
-    """Leave out the experts that matter least (REAP).
-
-    Saliency is measured while the model reads the calibration text and, with --generate, its own continuations. Kept
-    experts keep their bytes; scores and choice go into DST.reap.json. An interrupted run goes on where it was.
-    """
-    _check_cpu()
-    from fermi_engine import cli_reap
-    from fermi_engine.config import EngineConfig
-    from fermi_engine.reap import Request
-
-    options = EngineConfig(activations=activations, backend=backend, threads=threads)
-    cli_reap.run(Request(model, keep, out, calibration or (), scores, generate, window, format, overwrite, options))
+app.command("eval")(cli_measure.evaluate)
+app.command()(cli_measure.reap)
+app.command()(cli_measure.calibrate)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 
 from fermi_engine import report
 from fermi_engine.config import EngineConfig
-from fermi_engine.convert import cache_directory
+from fermi_engine.convert import DOWN, GATE_UP, cache_directory
 from fermi_engine.documents import Reader, windows
 from fermi_engine.engine import Engine
 from fermi_engine.errors import RequestError
@@ -20,13 +21,17 @@ from fermi_engine.evaluate import Mixed, Model, evaluate
 from fermi_engine.info import part_of
 from fermi_engine.model.decoder import Decoder
 from fermi_engine.pack import Pack
+from fermi_engine.pack_layout import Part as StoredPart
+from fermi_engine.pack_layout import blob_name
 from fermi_engine.quality import Records, by_position, summary
 from fermi_engine.resume import Resume, digest_of
+from fermi_engine.shapes import expected_shapes
 
 VERSION = 1  # of what the progress files hold
 WINDOW = 2048  # tokens, where the model's context is not shorter
 BASE_FORMAT = "f32"  # of a checkpoint directory given as the base
 WHOLE = "all"
+LAYER = re.compile(r"^layers\.\d+\.")
 COLUMNS = ("model", "size", "tokens", "perplexity", "loss, nats", "same top-1")
 KL_COLUMNS = ("model", "KL divergence", "mean", "median", "p99", "max")
 POSITION_COLUMNS = ("tokens before", "count", "perplexity", "KL mean", "p99", "same top-1")
@@ -74,8 +79,8 @@ def run(request: Request) -> None:
 def _check(request: Request) -> None:
     if request.by is not None and (request.against is None or len(request.models) != 1):
         raise RequestError("--by needs one --model and --against: parts of that model are put into the base one at a time")
-    if request.by not in (None, "class", "tensor"):
-        raise RequestError(f"--by {report.quoted(request.by)}; choose class or tensor")
+    if request.by not in (None, "class", "kind", "tensor"):
+        raise RequestError(f"--by {report.quoted(request.by)}; choose class, kind or tensor")
 
 
 def _load(request: Request) -> tuple[list[Engine], Engine | None]:
@@ -122,36 +127,38 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 @dataclass
 class Part:
-    """Tensors of a model that go together: names as the pack has them, weights, bytes in the model and in the base."""
+    """Tensors of a model that go together: canonical names, weights, bytes in the model and in the base."""
 
     names: frozenset[str]
     weights: int
     bytes: int
     base_bytes: int
 
-    @property
-    def patterns(self) -> list[str]:
-        """The tensors as --rules names them."""
-        return sorted(name.removesuffix("blob") + "*" if name.endswith(".blob") else name for name in self.names)
-
 
 def _parts(engine: Engine, base: Engine, by: str) -> dict[str, Part]:
-    """Quantised tensors by class (attention, experts, ...) or one by one."""
+    """Quantised tensors by class (attention, experts, ...), by kind (the same of all layers) or one by one."""
     if base.config != engine.config:
         raise RequestError(f"{base.pack.path} is of another shape than {engine.pack.path}: parts of one do not fit the other")
+    label = {"class": part_of, "kind": lambda name: LAYER.sub("layers.*.", name), "tensor": str}[by]
     groups: dict[str, list[str]] = {}
-    for name in engine.pack.names:
-        if any(part.format != "f32" for part, _ in engine.pack.stored(name)):
-            groups.setdefault(part_of(name) if by == "class" else name, []).append(name)
+    for name in expected_shapes(engine.config):
+        if _stored(engine.pack, name)[0].format != "f32":
+            groups.setdefault(label(name), []).append(name)
     if not groups:
         raise RequestError(f"{engine.pack.path} holds no quantised tensor; there is nothing to tell apart by {by}")
     return {label: _part(engine.pack, base.pack, names) for label, names in groups.items()}
 
 
+def _stored(pack: Pack, name: str) -> tuple[StoredPart, int]:
+    """How a tensor is stored, by its canonical name, and how many matrices it has."""
+    if name.endswith((GATE_UP, DOWN)):
+        return pack.stored(blob_name(int(name.split(".")[1])))[name.endswith(DOWN)]
+    return pack.stored(name)[0]
+
+
 def _part(pack: Pack, base: Pack, names: Iterable[str]) -> Part:
     names = frozenset(names)
-    stored = [part for name in names for part in pack.stored(name)]
-    before = [part for name in names for part in base.stored(name)]
+    stored, before = ([_stored(which, name) for name in names] for which in (pack, base))
     weights = sum(count * part.rows * part.cols for part, count in stored)
     return Part(names, weights, *(sum(count * math.prod(part.stored_shape) for part, count in rows)
                                   for rows in (stored, before)))
@@ -171,7 +178,7 @@ def _said(request: Request, engines: Sequence[Engine], base: Engine | None, foun
             "kv_format": request.options.kv_format, "models": rows, "base": base and _identity(base)}
     if parts:
         said["by"] = request.by
-        said["parts"] = [{"part": name, "tensors": part.patterns, "weights": part.weights, "bytes": part.bytes,
+        said["parts"] = [{"part": name, "tensors": sorted(part.names), "weights": part.weights, "bytes": part.bytes,
                           "base_bytes": part.base_bytes, **summary(found[name])} for name, part in parts.items()]
     return said
 

@@ -9,29 +9,51 @@ from fermi_engine import report
 from fermi_engine.errors import RequestError
 from fermi_engine.info import describe_checkpoint, describe_pack, left_out
 from fermi_engine.pack import Pack
+from fermi_engine.scales import Scales
 
 
 def show_rules(src: Path, format: str, rules: str | None) -> None:
     """Print which tensors of a checkpoint get which format and why. Raises CheckpointError, ConfigError."""
     from fermi_engine.checkpoint import Checkpoint
-    from fermi_engine.rules import assign, parse_rules, rule_rows
+    from fermi_engine.rules import assign, rule_rows
+    from fermi_engine.sensitivity import resolve
     from fermi_engine.shapes import pack_shapes
 
     checkpoint = Checkpoint.open(src)
-    rows = rule_rows(assign(pack_shapes(checkpoint.config, checkpoint.vision), format, parse_rules(rules)))
+    shapes = pack_shapes(checkpoint.config, checkpoint.vision)
+    rows = rule_rows(assign(shapes, format, resolve(rules, shapes, format)))
     report.table("", ("tensors", "count", "format", "reason"), rows, right=("count",))
 
 
-def convert(src: Path, dst: Path, format: str, rules: str | None, overwrite: bool) -> None:
-    """Convert with progress, then print what the pack holds. Raises as fermi_engine.convert.convert."""
+def convert(src: Path, dst: Path, format: str, rules: str | None, overwrite: bool, scales: str = "plain",
+            moments: Path | None = None) -> None:
+    """Convert with progress, then print what the pack holds. Raises as fermi_engine.convert.convert, and RequestError for
+    moments that are not of this checkpoint."""
     from fermi_engine.convert import convert as convert_checkpoint
 
+    chosen = _scales(src, scales, moments)
     with report.progress("converting") as progress:
-        convert_checkpoint(src, dst, format=format, rules=rules, progress=progress, overwrite=overwrite)
+        convert_checkpoint(src, dst, format=format, rules=rules, progress=progress, overwrite=overwrite, scales=chosen)
     with Pack.open(dst) as pack:
         _print_formats(describe_pack(pack))
         said = pack.info()
     print(f"{dst}: {report.size(said['bytes'])}, left out of the checkpoint: {left_out(said['unused'])}")
+
+
+def _scales(src: Path, kind: str, path: Path | None) -> Scales:
+    """What --scales and --moments ask for."""
+    from fermi_engine.checkpoint import Checkpoint
+    from fermi_engine.convert import source_of
+    from fermi_engine.moments import Moments
+
+    if path is None:
+        return Scales(kind)
+    moments = Moments(path)
+    checkpoint = Checkpoint.open(src)
+    if moments.about.get("source") != source_of(checkpoint):
+        raise RequestError(f"{path} was measured on another model than {src}; measure a pack of this checkpoint with "
+                           "fermi-engine calibrate")
+    return Scales(kind, lambda name, expert: moments.of(name, checkpoint.config, expert), f"moments {moments.hash[:16]}")
 
 
 def info(path: Path, check: bool, as_json: bool) -> None:
@@ -75,7 +97,8 @@ def _head(said: dict[str, Any]) -> dict[str, str]:
     files = ", ".join(said["files"]) or "none: works on token ids only"
     common = {"files": files, "end-of-turn ids": ", ".join(map(str, said["eos_ids"])) or "none"}
     if said["kind"] == "pack":
-        return {"pack": said["path"], "size": report.size(said["file_bytes"]), "default format": said["format"],
+        scales = {"scales": said["scales"]} if said["scales"] else {}
+        return {"pack": said["path"], "size": report.size(said["file_bytes"]), "default format": said["format"], **scales,
                 "seal": said["hash"], "written by": f"fermi-engine {said['engine_version']}", **common,
                 "left out of the source": left_out(said["unused"])}
     return {"checkpoint": said["path"], "size": report.size(said["source_bytes"]), **common,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,9 +21,6 @@ from fermi_engine.kernels.threads import describe
 from fermi_engine.named_session import NamedSession
 from fermi_engine.sampling import SamplingParams
 
-UNITS = {"": 1, "B": 1, **{f"{prefix}B": 1000**n for n, prefix in enumerate("kMGT", 1)},
-         **{f"{prefix}iB": 1024**n for n, prefix in enumerate("KMGT", 1)}}
-BYTES = re.compile(rf"(\d{{1,15}}(?:\.\d{{1,9}})?) ?({'|'.join(UNITS)})")
 ID_DIGITS = 18  # more than any vocabulary needs, and few enough for an int64
 
 
@@ -111,22 +107,6 @@ def parse_bias(items: Sequence[str]) -> dict[int, float] | None:
             raise RequestError(f"--logit-bias {report.quoted(item)} is not of the form ID=VALUE, "
                                "for example 42=-5") from None
     return bias or None
-
-
-def parse_bytes(option: str, text: str | None) -> int | None:
-    """`6GiB`, `500MB` or a whole number of bytes; None without any. RequestError for anything else."""
-    if text is None:
-        return None
-    found = BYTES.fullmatch(text.strip())
-    count = int(float(found[1]) * UNITS[found[2]]) if found else 0
-    if not count:
-        raise RequestError(f"{option} {report.quoted(text)} is not a size; give for example 6GiB, 500MB or a number of bytes")
-    return count
-
-
-def parse_budget(option: str, text: str | None) -> int | None:
-    """The same, and 0 for nothing at all."""
-    return 0 if text is not None and text.strip() == "0" else parse_bytes(option, text)
 
 
 def _chat(talk: Conversation, writer: Writer) -> None:

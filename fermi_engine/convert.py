@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,10 @@ from fermi_engine.pack import (
     is_pack,
 )
 from fermi_engine.pack_writer import PackPlan, PackWriter, Wanted
-from fermi_engine.rules import Assignment, Rule, assign, parse_rules
+from fermi_engine.rules import Assignment, Rule, assign
 from fermi_engine.safetensors_header import INDEX, SINGLE, read_json
+from fermi_engine.scales import PLAIN, Scales
+from fermi_engine.sensitivity import resolve
 from fermi_engine.shapes import pack_shapes
 from fermi_engine.vision_config import is_vision
 
@@ -43,6 +46,7 @@ BLOCK_BYTES = 8 << 20  # of f32 source rows in memory at a time; quantised copie
 GATE_UP, DOWN, CONV = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj", ".conv1d.weight"
 
 Rows = Callable[[int, int], np.ndarray]  # (begin, end) -> f32 [end - begin, cols]
+Quantize = Callable[[np.ndarray], np.ndarray]  # f32 [rows, cols] -> plain bytes
 
 
 def convert(
@@ -52,11 +56,13 @@ def convert(
     rules: str | Sequence[Rule] | None = None,
     progress: Progress | None = None,
     overwrite: bool = False,
+    scales: Scales = PLAIN,
 ) -> Path:
     """Convert the checkpoint directory `src` into the pack file `dst`, check every byte of it, and return its path.
 
     An interrupted conversion leaves `dst.fermi-part`, and the same call goes on from there, with the same bytes in the
-    end. `progress(done_bytes, total_bytes, name)` runs over the pack twice: written, then read back.
+    end. `progress(done_bytes, total_bytes, name)` runs over the pack twice: written, then read back. `scales`: how those of
+    q4_0 are chosen.
     Raises PackError (`src` is a pack, `dst` exists or is a file of `src`, disk full), CheckpointError or ConfigError
     (`src`, `rules`), FormatError naming tensor and row (NaN, infinity, values the format cannot hold).
     """
@@ -65,13 +71,14 @@ def convert(
         raise PackError(f"{src} is already a pack; convert the checkpoint it was made from")
     checkpoint = Checkpoint.open(src)
     _check_destination(checkpoint, dst, overwrite)
-    wishes = parse_rules(rules) if rules is None or isinstance(rules, str) else tuple(rules)
-    assignments = assign(pack_shapes(checkpoint.config, checkpoint.vision), format, wishes)
-    plan = plan_pack(checkpoint, assignments, format)
+    shapes = pack_shapes(checkpoint.config, checkpoint.vision)
+    wishes = resolve(rules, shapes, format) if rules is None or isinstance(rules, str) else tuple(rules)
+    assignments = assign(shapes, format, wishes)
+    plan = plan_pack(checkpoint, assignments, format, scales.label)
     total = 2 * plan.total_bytes
     with PackWriter(dst, plan, json.dumps(_stamps(checkpoint), sort_keys=True)) as writer:
         for slot in writer.remaining():
-            writer.put(slot.name, _chunks(checkpoint, slot.name, assignments))
+            writer.put(slot.name, _chunks(checkpoint, slot.name, assignments, scales))
             if progress:
                 progress(writer.done_bytes, total, slot.name)
         writer.finish()
@@ -100,8 +107,10 @@ def _read_back(path: Path, progress: Progress | None, total: int) -> None:
         progress(total, total, "done")
 
 
-def plan_pack(checkpoint: Checkpoint, assignments: Mapping[str, Assignment], default_format: str) -> PackPlan:
-    """Sizes, order and metadata of the pack; the order is that of the configuration, whatever the shards' order."""
+def plan_pack(checkpoint: Checkpoint, assignments: Mapping[str, Assignment], default_format: str,
+              more: Mapping[str, str] = MappingProxyType({})) -> PackPlan:
+    """Sizes, order and metadata of the pack, `more` of the latter beside the usual; the order is that of the configuration,
+    whatever the shards' order."""
     wanted, layout = [], {}
     for name, shape in pack_shapes(checkpoint.config, checkpoint.vision).items():
         format = assignments[name].format
@@ -121,7 +130,7 @@ def plan_pack(checkpoint: Checkpoint, assignments: Mapping[str, Assignment], def
             wanted.append(Wanted(name, "U8", part.stored_shape))
     for name, path in sorted(checkpoint.files.items()):
         wanted.append(Wanted(FILE_PREFIX + name, "U8", (_stat(path).st_size,)))
-    return PackPlan.build(wanted, _metadata(checkpoint, default_format, layout))
+    return PackPlan.build(wanted, {**_metadata(checkpoint, default_format, layout), **more})
 
 
 def _layer(name: str) -> int:
@@ -184,7 +193,8 @@ def checkpoint_eos_ids(checkpoint: Checkpoint) -> list[int]:
     return sorted(found)
 
 
-def _chunks(checkpoint: Checkpoint, name: str, assignments: Mapping[str, Assignment]) -> Iterator[np.ndarray]:
+def _chunks(checkpoint: Checkpoint, name: str, assignments: Mapping[str, Assignment],
+            scales: Scales = PLAIN) -> Iterator[np.ndarray]:
     """Stored uint8 bytes of one tensor of the plan, in order."""
     if name.startswith(FILE_PREFIX):
         path = checkpoint.files[name[len(FILE_PREFIX):]]
@@ -193,18 +203,19 @@ def _chunks(checkpoint: Checkpoint, name: str, assignments: Mapping[str, Assignm
         except OSError as err:
             raise CheckpointError(f"cannot read {path}: {err.strerror}; fetch the file again") from None
     elif name.endswith(".experts.blob"):
-        yield from _blob_chunks(checkpoint, _layer(name), assignments)
+        yield from _blob_chunks(checkpoint, _layer(name), assignments, scales)
     elif is_vision(name):
-        yield from _vision_chunks(checkpoint, name, FORMATS[assignments[name].format])
+        yield from _vision_chunks(checkpoint, name, FORMATS[assignments[name].format], scales)
     elif name.endswith(CONV) or len(checkpoint.shape(name)) == 1:
         yield _vector_bytes(checkpoint, name)
     else:
         rows, cols = checkpoint.shape(name)
         format = FORMATS[assignments[name].format]
-        yield from _matrix_chunks(lambda begin, end: checkpoint.rows(name, begin, end), rows, cols, format, name)
+        yield from _matrix_chunks(lambda begin, end: checkpoint.rows(name, begin, end), rows, cols,
+                                  lambda x: scales.quantize(format, x, name), format, name)
 
 
-def _vision_chunks(checkpoint: Checkpoint, name: str, format: Format) -> Iterator[np.ndarray]:
+def _vision_chunks(checkpoint: Checkpoint, name: str, format: Format, scales: Scales) -> Iterator[np.ndarray]:
     """A tower's tensor in its stored shape: zeros where that is larger, a patch convolution as a matrix."""
     stored, shape = pack_shapes(checkpoint.config, checkpoint.vision)[name], checkpoint.shape(name)
     height, width = (1, shape[0]) if len(shape) == 1 else (shape[0], math.prod(shape[1:]))
@@ -218,44 +229,48 @@ def _vision_chunks(checkpoint: Checkpoint, name: str, format: Format) -> Iterato
         return block
 
     if len(stored) == 1:
-        yield FORMATS["f32"].interleave(_quantize(FORMATS["f32"], read(0, 1), name, 0)).reshape(-1)
+        yield FORMATS["f32"].interleave(_quantize(FORMATS["f32"].quantize, read(0, 1), name, 0)).reshape(-1)
     else:
-        yield from _matrix_chunks(read, rows, columns, format, name)
+        yield from _matrix_chunks(read, rows, columns, lambda x: scales.quantize(format, x, name), format, name)
 
 
 def _vector_bytes(checkpoint: Checkpoint, name: str) -> np.ndarray:
     values = checkpoint.read(name)
     rows = values.reshape(len(values), -1) if name.endswith(CONV) else values[None]
-    _quantize(FORMATS["f32"], rows, name, 0)
+    _quantize(FORMATS["f32"].quantize, rows, name, 0)
     return np.ascontiguousarray(rows.T if name.endswith(CONV) else rows, np.float32).view(np.uint8)
 
 
-def _matrix_chunks(read: Rows, rows: int, cols: int, format: Format, name: str) -> Iterator[np.ndarray]:
+def _matrix_chunks(read: Rows, rows: int, cols: int, quantize: Quantize, format: Format, label: str) -> Iterator[np.ndarray]:
     step = max(1, BLOCK_BYTES // (4 * cols * LANES)) * LANES
     for begin in range(0, rows, step):
-        yield format.interleave(_quantize(format, read(begin, min(rows, begin + step)), name, begin))
+        yield format.interleave(_quantize(quantize, read(begin, min(rows, begin + step)), label, begin))
 
 
-def _quantize(format: Format, x: np.ndarray, name: str, begin: int) -> np.ndarray:
+def _quantize(quantize: Quantize, x: np.ndarray, label: str, begin: int) -> np.ndarray:
     try:
-        return format.quantize(x)
+        return quantize(x)
     except FormatError as err:
-        raise FormatError(f"{name}: row {begin + err.row} {err.problem}") from None
+        raise FormatError(f"{label}: row {begin + err.row} {err.problem}") from None
 
 
-def _blob_chunks(checkpoint: Checkpoint, layer: int, assignments: Mapping[str, Assignment]) -> Iterator[np.ndarray]:
+def _blob_chunks(checkpoint: Checkpoint, layer: int, assignments: Mapping[str, Assignment],
+                 scales: Scales) -> Iterator[np.ndarray]:
     formats = (assignments[f"layers.{layer}{suffix}"].format for suffix in (GATE_UP, DOWN))
     blob = _plan_blob(checkpoint, *formats)
     for expert in range(blob.experts):
         position = 0
         for kind, suffix, part in (("gate_up", GATE_UP, blob.gate_up), ("down", DOWN, blob.down)):
             yield np.zeros(part.offset - position, np.uint8)
-            label = f"layers.{layer}{suffix} of expert {expert}"
+            name, format = f"layers.{layer}{suffix}", FORMATS[part.format]
 
             def read(begin: int, end: int, expert: int = expert, kind: str = kind) -> np.ndarray:
                 return checkpoint.expert_rows(layer, kind, expert, begin, end)
 
-            yield from _matrix_chunks(read, part.rows, part.cols, FORMATS[part.format], label)
+            def quantize(x: np.ndarray, expert: int = expert, name: str = name, format: Format = format) -> np.ndarray:
+                return scales.quantize(format, x, name, expert)
+
+            yield from _matrix_chunks(read, part.rows, part.cols, quantize, format, f"{name} of expert {expert}")
             position = part.offset + _stored_bytes(part)
         yield np.zeros(blob.stride - position, np.uint8)
 

@@ -16,7 +16,6 @@ from fermi_engine.errors import RequestError
 from fermi_engine.formats import Experts, Matrix
 from fermi_engine.model.decoder import Decoder
 from fermi_engine.model.weights import Weights
-from fermi_engine.pack_layout import blob_name
 from fermi_engine.quality import HEAD_ROWS, Records, log_softmax, score
 from fermi_engine.resume import Resume
 from fermi_engine.state import HybridState
@@ -45,10 +44,7 @@ class Model(NamedTuple):
 
 
 class Mixed:
-    """The weights of one pack, but those tensors that `chosen` picks come from another of the same shapes.
-
-    Experts of a layer go together, by the name of their blob.
-    """
+    """The weights of one pack, but those tensors that `chosen` picks, by canonical name, come from another of the same shapes."""
 
     def __init__(self, base: Weights, other: Weights, chosen: Callable[[str], bool]) -> None:
         self.config: ModelConfig = base.config
@@ -64,7 +60,8 @@ class Mixed:
 
     def experts(self, layer: int) -> tuple[Experts, Experts]:
         """gate_up and down of all experts of a layer."""
-        return self._pick(blob_name(layer)).experts(layer)
+        stem = f"layers.{layer}.mlp.experts."
+        return self._pick(stem + "gate_up_proj").experts(layer)[0], self._pick(stem + "down_proj").experts(layer)[1]
 
 
 def evaluate(models: Mapping[str, Model], base: Model | None, windows: Sequence[np.ndarray], resume: Resume,

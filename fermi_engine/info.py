@@ -49,7 +49,8 @@ def describe_pack(pack: Pack) -> dict[str, Any]:
     said = pack.info()
     return {
         "kind": "pack", **_description(pack.config, pack.vision, _pack_formats(pack)),
-        **{key: said[key] for key in ("path", "hash", "engine_version", "files", "eos_ids", "unused")},
+        **{key: said[key] for key in ("path", "hash", "engine_version", "files", "eos_ids", "unused",
+                                   "scales")},
         "format": said["default_format"], "file_bytes": said["bytes"], "expert_stride_bytes": said["expert_stride"],
     }
 
@@ -63,7 +64,7 @@ def describe_checkpoint(path: str | Path, format: str = "q4_0") -> dict[str, Any
         "kind": "checkpoint", **_description(checkpoint.config, checkpoint.vision, formats), "path": str(path), "hash": None,
         "files": {name: file.stat().st_size for name, file in checkpoint.files.items()},
         "eos_ids": checkpoint_eos_ids(checkpoint), "unused": checkpoint.unused, "format": format,
-        "file_bytes": plan_pack(checkpoint, assignments, format).total_bytes,
+        "scales": None, "file_bytes": plan_pack(checkpoint, assignments, format).total_bytes,
         "source_bytes": sum(shard_bytes for _, shard_bytes, _ in checkpoint.shards.values()),
     }
 

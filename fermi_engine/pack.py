@@ -187,7 +187,7 @@ class Pack:
         return {
             "path": str(self.path), "bytes": self._start + self._entries[SEAL].end, "hash": self.hash,
             "version": PACK_VERSION, "engine_version": self._metadata["engine_version"],
-            "model_type": self.config.model_type, "default_format": self.default_format,
+            "model_type": self.config.model_type, "default_format": self.default_format, "scales": self._metadata.get("scales"),
             "formats": self._format_sizes(), "expert_layers": len(blobs),
             "experts": blobs[0].experts if blobs else 0, "expert_stride": blobs[0].stride if blobs else 0,
             "files": {name[len(FILE_PREFIX):]: e.end - e.begin for name, e in self._entries.items()

@@ -13,6 +13,7 @@ from fermi_engine.compare import Arrays
 from fermi_engine.formats import FORMATS, Experts, Matrix
 from fermi_engine.kernels.cpu import KV_FORMATS, CpuKernels, ExpertRows, Q8Rows
 from fermi_engine.runs import own
+from fermi_engine.scales import mse_q4_0
 from fermi_engine.state import KVPages
 
 Compute = Callable[[CpuKernels, Arrays], Arrays]
@@ -216,3 +217,9 @@ def add_bias(k: CpuKernels, a: Arrays) -> Arrays:
 
 def group_mean(k: CpuKernels, a: Arrays) -> Arrays:
     return {"y": k.group_mean(a["x"], int(a["group"]))}
+
+
+def quantize_mse(k: CpuKernels, a: Arrays) -> Arrays:
+    """The scales of least error, and the same under weights."""
+    plain = [mse_q4_0(a["x"], weight, k.threads) for weight in (None, a["weight"])]
+    return {"bytes": plain[0], "weighted": plain[1], "values": FORMATS["q4_0"].dequantize(plain[0])}

@@ -140,6 +140,7 @@ STAGES = (
     _kernel("gelu_tanh",       cpu.elementwise("gelu_tanh"), None,                        Ulp(GELU_TANH_ULP)),
     _kernel("gelu_erf",        cpu.elementwise("gelu_erf"),  None,                        Ulp(GELU_ERF_ULP)),
     _above("q4_0_quantize",    cpu.quantize("q4_0"),         None,                        Exact()),
+    _above("q4_0_mse",         cpu.quantize_mse,             None,                        Exact()),
     _above("q8_0_quantize",    cpu.quantize("q8_0"),         None,                        Exact()),
     _above("f16_quantize",     cpu.quantize("f16"),          None,                        Exact()),
     _kernel("quantize_q8_0",   cpu.quantize_q8_0,            None,                        Exact()),

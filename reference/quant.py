@@ -57,6 +57,43 @@ def quantize_q4_0(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes.to(torch.uint8), half
 
 
+def quantize_q4_0_mse(x: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As quantize_q4_0, but d the finite half, of all there are, that minimises sum w (x - d * code)^2 over the block.
+
+    weight float32 [n], of a row's elements, at least 0; 1 without, and in blocks where all are 0. code = floor(x / d + 1/2)
+    in -8..7. Of equal errors the smaller |d|, then the negative d; d = 0 is stored as -0.0 with codes 8. Sums in float64, in
+    order.
+    """
+    rows, n = x.shape
+    blocks = _blocks(x).to(torch.float64)
+    weights = torch.ones(n) if weight is None else weight
+    weights = weights.to(torch.float64).reshape(-1, BLOCK).expand(rows, -1, -1)
+    sizes = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).to(torch.float64)
+    candidates = torch.stack([-sizes, sizes], dim=1).flatten()  # in the order of preference
+    codes, scales = torch.empty(blocks.shape, dtype=torch.uint8), torch.empty(blocks.shape[:2], dtype=torch.float16)
+    for row in range(rows):
+        for b in range(n // BLOCK):
+            w = weights[row, b] if weights[row, b].sum() > 0 else torch.ones(BLOCK, dtype=torch.float64)
+            d = candidates[_errors(blocks[row, b], w, candidates).argmin()]
+            scales[row, b] = d if d else -0.0
+            codes[row, b] = _nearest(blocks[row, b], d).to(torch.uint8) + 8
+    return codes, scales
+
+
+def _nearest(x: Tensor, d: Tensor) -> Tensor:
+    """Codes in -8..7 of x under the scale d, as float64; 0 for d = 0."""
+    return torch.where(d == 0, 0.0, torch.floor(x / torch.where(d == 0, 1.0, d) + 0.5).clamp(-8, 7))
+
+
+def _errors(x: Tensor, w: Tensor, d: Tensor) -> Tensor:
+    """Sum over a block x [32] of w (x - d * code)^2, in order, for each of the scales d [n]."""
+    total = torch.zeros_like(d)
+    for i in range(BLOCK):
+        rest = x[i] - d * _nearest(x[i], d)
+        total = total + w[i] * (rest * rest)
+    return total
+
+
 def dequantize_q4_0(codes: Tensor, d: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """codes uint8 [rows, nb, 32], d float16 [rows, nb] -> (codes - 8) * d as dtype [rows, nb*32]."""
     return ((codes.to(dtype) - 8) * d.to(dtype).unsqueeze(-1)).flatten(1)

@@ -67,6 +67,13 @@ def quantize(format: str) -> Reference:
     return reference
 
 
+def quantize_mse(a: Tensors, dtype: torch.dtype) -> Tensors:
+    """Over all halves."""
+    (codes, d), weighted = quant.quantize_q4_0_mse(a["x"]), quant.quantize_q4_0_mse(a["x"], a["weight"])
+    return {"bytes": quant.pack_q4_0(codes, d), "weighted": quant.pack_q4_0(*weighted),
+            "values": quant.dequantize_q4_0(codes, d)}
+
+
 def quantize_f16(a: Tensors, dtype: torch.dtype) -> Tensors:
     half = a["x"].to(torch.float16)
     return {"bytes": half.view(torch.uint8), "values": half.float()}

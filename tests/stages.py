@@ -58,9 +58,11 @@ def _rows(format: str) -> Oracle:
                   {"rows": 11, "blocks": 3, "first": 5, "format": format, "edge": "any scales"}, ref.dequantize(format))
 
 
+_ends = st.sampled_from((*EDGES, "zero block", "powers", "halves"))
+
+
 def _block_rows(reference: Reference, edge: str) -> Oracle:
-    ends = st.sampled_from((*EDGES, "zero block", "powers", "halves"))
-    return Oracle(draw.weight_rows, {"rows": st.integers(1, 20), "blocks": few, "edge": ends},
+    return Oracle(draw.weight_rows, {"rows": st.integers(1, 20), "blocks": few, "edge": _ends},
                   {"rows": 13, "blocks": 3, "edge": edge}, reference)
 
 
@@ -77,6 +79,8 @@ ORACLES: dict[str, Oracle] = {
     "gelu_tanh": _maps(vision.gelu_tanh, 16.0),
     "gelu_erf": _maps(vision.gelu_erf, 16.0),
     "q4_0_quantize": _block_rows(ref.quantize("q4_0"), "powers"),
+    "q4_0_mse": Oracle(draw.weighted_rows, {"rows": st.integers(1, 2), "blocks": st.integers(1, 2), "edge": _ends},
+                       {"rows": 5, "blocks": 3, "edge": "zero block"}, ref.quantize_mse),
     "q8_0_quantize": _block_rows(ref.quantize("q8_0"), "powers"),
     "f16_quantize": _block_rows(ref.quantize_f16, "powers"),
     "quantize_q8_0": _block_rows(ref.activation_blocks, "halves"),

@@ -130,6 +130,16 @@ def weight_rows(d: Draws, rows: int, blocks: int, edge: str) -> Arrays:
     return {"x": x}
 
 
+def weighted_rows(d: Draws, rows: int, blocks: int, edge: str) -> Arrays:
+    """Rows for a quantiser, and weights of very different sizes of a row's elements: some 0, all of the first block's now and
+    then."""
+    weight = d.unit(32 * blocks) ** 6
+    weight[d.unit(32 * blocks) < 0.3] = 0
+    if d.unit(1)[0] < 0.3:
+        weight[:32] = 0
+    return {**weight_rows(d, rows, blocks, edge), "weight": weight.astype(np.float32)}
+
+
 def stored_rows(d: Draws, rows: int, blocks: int, format: str, edge: str) -> np.ndarray:
     """Plain bytes of weights. Any byte is a code; scales are halves of either sign: zero, subnormal or large too."""
     row = FORMATS[format]

@@ -33,7 +33,7 @@ from tools.make_checkpoint import make_checkpoint
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {"layers": 4, "experts": 4, "experts_per_tok": 2}
 HEAVY = ("numpy", "tokenizers", "jinja2", "torch", "transformers", "cffi")
-COMMANDS = ("convert", "generate", "eval", "reap", "verify", "bench", "doctor", "info")
+COMMANDS = ("convert", "generate", "eval", "reap", "calibrate", "verify", "bench", "doctor", "info")
 GREEDY = ["--temp", "0"]
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from fermi_engine import Engine, EngineConfig, SamplingParams, cli, gpu_choice, gpu_cost
-from fermi_engine.cli_generate import parse_bytes
 from fermi_engine.errors import ConfigError, DeviceError, RequestError
 from fermi_engine.gpu_cost import Cost
 from fermi_engine.gpu_report import busy
 from fermi_engine.kernels import selftest
 from fermi_engine.kernels.emulated import EmulatedDevice
+from fermi_engine.sizes import parse_bytes
 from tests.fake_cuda import fake_driver, install, working_driver
 from tests.gpu_cases import LENGTH, engines, fresh, hybrid, ids_for, packs
 

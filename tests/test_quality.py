@@ -215,8 +215,10 @@ def test_a_part_put_into_the_base_is_a_pack_of_mixed_formats(packs, tmp_path) ->
     """As if those tensors alone had been converted to q4_0."""
     ids = np.arange(5, 45, dtype=np.int32)
     engines = {name: Engine.load(path, config=F32) for name, path in packs.items()}
-    for part, rules in (("head", "lm_head.weight=q4_0"), ("experts", "*.experts.*=q4_0"), ("delta net", "*qkv*=q4_0")):
-        chosen = (lambda name, part=part: part_of(name) == part) if part != "delta net" else (lambda name: "qkv" in name)
+    for part, rules in (("head", "lm_head.weight=q4_0"), ("experts", "*.experts.*=q4_0"), ("down", "*.experts.down*=q4_0"),
+                        ("qkv", "*qkv*=q4_0")):
+        chosen = (lambda name, part=part: part_of(name) == part) if part in ("head", "experts") else \
+            (lambda name, part=part: part in name and "shared" not in name)
         weights = Mixed(engines["f32"].pack, engines["q4_0"].pack, chosen)
         decoder = Decoder(weights, engines["f32"].kernels, "f32")
         state = HybridState.fresh(decoder.config, 64, "f32")
@@ -403,10 +405,15 @@ def test_loss_by_class(capsys, packs, held, cache) -> None:
     parts = {row["part"]: row for row in said["parts"]}
     assert set(parts) == {"attention", "delta net", "embedding", "experts", "head", "shared expert"}
     assert all(0 < row["kl"]["mean"] < 0.1 for row in parts.values())
-    assert "layers.3.mlp.experts.*" in parts["experts"]["tensors"]
+    assert "layers.3.mlp.experts.down_proj" in parts["experts"]["tensors"]
     assert parts["head"]["tensors"] == ["lm_head.weight"]
     assert sum(row["weights"] for row in parts.values()) == 4767744
     assert parts["head"]["base_bytes"] / parts["head"]["bytes"] == pytest.approx(4 / (18 / 32))
+    kinds = {row["part"]: row for row in json.loads(run(capsys, *line, "kind", "--json")[1])["parts"]}
+    assert kinds["lm_head.weight"]["kl"] == parts["head"]["kl"]
+    down, first = kinds["layers.*.mlp.experts.down_proj"], kinds["layers.*.mlp.experts.gate_up_proj"]
+    assert down["weights"] + first["weights"] == parts["experts"]["weights"]
+    assert first["kl"]["mean"] < down["kl"]["mean"]
     status, out, _ = run(capsys, *line, "class")
     largest_first = sorted(parts, key=lambda part: -parts[part]["kl"]["mean"])
     places = [out.index(f"\n {part} ", out.index("by class")) for part in (*largest_first, "all")]
@@ -435,7 +442,7 @@ def test_an_interrupted_command_resumes(capsys, packs, held, cache, monkeypatch)
 
 MISTAKES = {
     "by without a base": (["--by", "class"], "--by needs one --model and --against"),
-    "by something else": (["--against", "{f32}", "--by", "layer"], "choose class or tensor"),
+    "by something else": (["--against", "{f32}", "--by", "layer"], "choose class, kind or tensor"),
     "another vocabulary": (["--against", "{other}"], "vocabulary of 1024"),
     "empty text": (["--text", "{empty}"], "no usable text"),
     "the same model twice": (["-m", "{q4_0}"], "given twice"),

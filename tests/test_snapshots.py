@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fermi_engine import Engine, EngineConfig, SamplingParams, cli_generate
+from fermi_engine import Engine, EngineConfig, SamplingParams
 from fermi_engine.errors import ConfigError, RequestError
 from fermi_engine.runs import ArrayModel
 from fermi_engine.session import Session
+from fermi_engine.sizes import parse_budget
 from fermi_engine.timeline import turn_ends
 from tests import snapshot_cases as cases
 from tests.snapshot_cases import (
@@ -311,14 +312,14 @@ def test_snapshots_are_off_below_one(tmp_path, capsys):
     assert loaded.snapshots is None
     assert "snapshots are off: 1.00 kB do not hold one, which takes" in capsys.readouterr().err
     assert np.array_equal(loaded.session().prompt([1, 2, 3]), Engine.load(pack).session().prefill([1, 2, 3]))
-    assert Engine.load(pack, config=EngineConfig(snapshot_ram=cli_generate.parse_budget("--snapshot-ram", "0"))).snapshots is None
+    assert Engine.load(pack, config=EngineConfig(snapshot_ram=parse_budget("--snapshot-ram", "0"))).snapshots is None
     assert capsys.readouterr().err == ""
 
 
 def test_a_budget_is_a_size_or_nothing():
-    assert [cli_generate.parse_budget("--snapshot-ram", text) for text in ("2GiB", " 0 ", None)] == [2 << 30, 0, None]
+    assert [parse_budget("--snapshot-ram", text) for text in ("2GiB", " 0 ", None)] == [2 << 30, 0, None]
     with pytest.raises(RequestError, match="--snapshot-ram 'much' is not a size"):
-        cli_generate.parse_budget("--snapshot-ram", "much")
+        parse_budget("--snapshot-ram", "much")
     for wrong in (-1, 1.5, "2GiB"):
         with pytest.raises(ConfigError, match=r"snapshot_ram = .* must be a number of bytes, 0 for none"):
             EngineConfig(snapshot_ram=wrong)

@@ -56,7 +56,7 @@ def declarations(csrc: Path) -> str:
 
 def sources(csrc: Path) -> list[Path]:
     """Every C file of the module, in a fixed order."""
-    files = [csrc / "cpu.c", csrc / "pool.c", csrc / "roofline.c"]
+    files = [csrc / "cpu.c", csrc / "pool.c", csrc / "roofline.c", csrc / "q4_0_mse.c"]
     for op, _, backends in kernels(csrc):
         files += [csrc / backend / f"{op}.c" for backend in backends]
     return files

@@ -21,7 +21,7 @@ import numpy as np
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fermi_engine import report
-from fermi_engine.cli_generate import parse_budget
+from fermi_engine.sizes import parse_budget
 from fermi_engine.config import EngineConfig
 from fermi_engine.engine import Engine
 from fermi_engine.errors import FermiError
