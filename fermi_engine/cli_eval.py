@@ -60,9 +60,9 @@ def run(request: Request) -> None:
     length = request.window or min(WINDOW, engines[0].context)
     pieces = windows(reader.read(request.texts), length, ", ".join(map(str, request.texts)))
     models = {name: Model.of(engine) for name, engine in zip(_names(request.models), engines, strict=True)}
-    parts = {} if request.by is None else _parts(engines[0], base, request.by)
+    parts = {} if request.by is None else parts_of(engines[0], base, request.by)
     if parts:
-        models = {WHOLE: Model.of(engines[0]), **{name: _mixed(base, engines[0], part) for name, part in parts.items()}}
+        models = {WHOLE: Model.of(engines[0]), **{name: mixed(base, engines[0], part) for name, part in parts.items()}}
     key = digest_of("eval", VERSION, [engine.pack_hash for engine in engines], base and base.pack_hash, list(models),
                     request.options.activations, request.options.kv_format, np.concatenate(pieces), list(map(len, pieces)))
     resume = Resume(cache_directory() / f"eval-{key}.part", key)
@@ -135,7 +135,7 @@ class Part:
     base_bytes: int
 
 
-def _parts(engine: Engine, base: Engine, by: str) -> dict[str, Part]:
+def parts_of(engine: Engine, base: Engine, by: str) -> dict[str, Part]:
     """Quantised tensors by class (attention, experts, ...), by kind (the same of all layers) or one by one."""
     if base.config != engine.config:
         raise RequestError(f"{base.pack.path} is of another shape than {engine.pack.path}: parts of one do not fit the other")
@@ -164,7 +164,8 @@ def _part(pack: Pack, base: Pack, names: Iterable[str]) -> Part:
                                   for rows in (stored, before)))
 
 
-def _mixed(base: Engine, other: Engine, part: Part) -> Model:
+def mixed(base: Engine, other: Engine, part: Part) -> Model:
+    """The base with one part from another model."""
     weights = Mixed(base.pack, other.pack, part.names.__contains__)
     return Model(Decoder(weights, base.kernels, base.options.activations), base.options)
 

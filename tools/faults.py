@@ -10,6 +10,7 @@ from __future__ import annotations
 from tools.faults_avx2 import AVX2
 from tools.faults_gpu_prefill import GPU_PREFILL
 from tools.faults_kernels import KERNELS, Fault
+from tools.faults_quality import QUALITY
 from tools.faults_sm20 import SM20
 from tools.faults_snapshot_disk import SNAPSHOT_DISK
 from tools.faults_snapshots import SNAPSHOTS
@@ -311,3 +312,4 @@ MODEL_SENSE = (
 )
 
 FAULTS = KERNELS + AVX2 + SM20 + MODEL + GPU_PREFILL + SNAPSHOTS + SNAPSHOT_DISK + FILES + TEXT + VISION + MODEL_SENSE
+FAULTS += QUALITY
