@@ -74,7 +74,8 @@ def measure(checkpoint: Path, folder: Path, apart: Sequence[str] = ("class", "ki
     pieces = [np.array(json.loads(line)["ids"], np.int32) for line in held.read_text().splitlines()]
     base = convert(checkpoint, folder / f"{checkpoint.name}.base.pack", "f32")
     about = calibrate(Request(base, [train], folder / "moments", options=OPTIONS, overwrite=True))
-    paths = {name: make(folder / f"{checkpoint.name}.{i}.pack") for i, (name, make) in enumerate(formats(checkpoint, folder / "moments").items())}
+    kinds = formats(checkpoint, folder / "moments")
+    paths = {name: make(folder / f"{checkpoint.name}.{i}.pack") for i, (name, make) in enumerate(kinds.items())}
     engines = {name: Engine.load(path, config=OPTIONS) for name, path in paths.items()}
     compare = partial(evaluate, base=Model.of(engines["f32"]), windows=pieces, resume=Resume(None, ""))
     found = compare({name: Model.of(engine) for name, engine in engines.items()})
