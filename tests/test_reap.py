@@ -44,7 +44,7 @@ from reference import reap as oracle_reap
 from reference.decoder import Decoder
 from tests.test_pack import remake
 from tests.tiny_models import tiny_config
-from tools import oracle, tiny_text
+from tools import oracle, tiny_reap, tiny_text
 from tools.make_checkpoint import make_checkpoint
 from tools.tiny_tasks import Encoder
 
@@ -241,6 +241,20 @@ def test_own_generations_are_read_like_text(pack, text) -> None:
     np.testing.assert_array_equal(own.gate_norm, given.gate_norm)
     assert counts.generated == sum(map(len, full)) - sum(map(len, cut)) > 0
     assert counts.tokens == sum(map(len, full))
+
+
+def test_reap_keeps_more_of_the_trained_model_than_frequency_and_chance(monkeypatch, tmp_path) -> None:
+    """Half of the experts, two of the five seeds of golden/tiny/README.md, a third of its chats."""
+    monkeypatch.setattr(tiny_reap, "SEEDS", range(2))
+    monkeypatch.setattr(tiny_reap, "DROPPED", (0.5,))
+    monkeypatch.setattr(tiny_reap, "TESTS", 8)
+    found = tiny_reap.measure(TINY, tmp_path)
+    print("\n".join(tiny_reap.table(found)))
+    for measure in ("answers", "tokens"):
+        means = {name: np.mean([row[measure] for row in found["rows"] if row["criterion"] == name])
+                 for name in tiny_reap.CRITERIA}
+        assert means["reap"] > max(means["frequency"], means["random"]), measure
+    assert found["whole"]["answers"] > 0.95
 
 
 # pruned packs

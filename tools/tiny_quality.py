@@ -143,14 +143,15 @@ def draw(found: dict[str, Any]) -> str:
              f"<style>{STYLE}</style>", f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
              _text(10, 22, "What each part loses alone in four bits: mean KL divergence from the f32 model, nats", "title")]
     y = TOP
-    for group in groups:
+    for by, group in zip(("by class", "by kind"), groups, strict=True):
+        lines.append(_text(10, y + 15, by, "title"))
         for part in group:
             lines.append(_text(LEFT - 8, y + 15, part, anchor="end"))
             for i, (name, colour) in enumerate(SERIES):
                 value = means[name, part]
                 lines.append(f'<rect x="{LEFT}" y="{y + 2 + 9 * i}" width="{value * scale:.1f}" height="8" fill="{colour}">'
                              f"<title>{html.escape(f'{part}, {name}: {value:.2e}')}</title></rect>")
-            lines.append(_text(LEFT + value_end(means, part) * scale + 6, y + 15, f"{means[SERIES[0][0], part]:.2g}"))
+            lines.append(_text(LEFT + _longest(means, part) * scale + 6, y + 15, f"{means[SERIES[0][0], part]:.2g}"))
             y += ROW
         y += ROW
     lines.append(f'<path class="axis" d="M{LEFT} {TOP - 4}V{y - ROW}"/>')
@@ -160,20 +161,21 @@ def draw(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def value_end(means: dict[tuple[str, str], float], part: str) -> float:
+def _longest(means: dict[tuple[str, str], float], part: str) -> float:
     """Where the longer bar of a part ends."""
     return max(means[name, part] for name, _ in SERIES)
 
 
 def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start") -> str:
-    return f'<text class="{style}" x="{x:.1f}" y="{y}" text-anchor="{anchor}">{html.escape(text)}</text>'
+    kind = f' class="{style}"' if style else ""
+    return f'<text{kind} x="{x:.1f}" y="{y}" text-anchor="{anchor}">{html.escape(text)}</text>'
 
 
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path, nargs="?", default=TINY, help="checkpoint, or a JSON file of figures")
-    parser.add_argument("-o", "--output", type=Path, metavar="STEM", default=TINY / "quality")
+    parser.add_argument("-o", "--output", type=Path, metavar="STEM", default=Path(__file__).with_name("lab") / "tiny_quality")
     o = parser.parse_args()
     if o.source.suffix == ".json":
         found, stem = json.loads(o.source.read_text()), o.source.with_suffix("")
