@@ -18,13 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
 if not __package__:  # run as a script, which puts this folder on the path instead of the repository
-    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fermi_engine import report
 from fermi_engine.pack import Pack, blob_name
 from fermi_engine.reap import SCORES_SUFFIX
 
+ROOT = Path(__file__).resolve().parents[2]
 MOST_BYTES = 2 << 30  # of anonymous memory
 POLL_S = 0.05
 
