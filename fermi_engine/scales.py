@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from fermi_engine.kernels.dispatch import library
 from fermi_engine.kernels.threads import default_threads
 
 BLOCK, BYTES = 32, 18  # elements of a block, and its bytes
-GRAIN = 64  # blocks that a thread takes at a time
+GRAIN, ROWS = 64, 128  # blocks, and rows of a fit, that a thread takes at a time
 DAMPING, PASSES = 0.01, 4  # of 2 to 8 passes and 0.01 to 0.1 the best trade on the trained model (tools/lab/results.tsv)
 KINDS = ("plain", "mse")
 
@@ -81,11 +82,17 @@ def fitted_q4_0(x: np.ndarray, moments: np.ndarray, threads: int | None = None) 
     directions in which few inputs were seen keep their weight. FormatError as `Format.quantize`.
     """
     m = _damped(moments)
-    w = x.astype(np.float64)
     start = mse_q4_0(x, np.diag(m).astype(np.float32), threads)
-    d, codes = unpack_q4_0(start)
     inverse = [np.linalg.inv(m[s, s]) for s in _spans(len(m))]
-    left = (w - values_q4_0(d, codes)) @ m
+    rows = [slice(begin, begin + ROWS) for begin in range(0, len(x), ROWS)]  # of this size for any number of threads
+    with ThreadPoolExecutor(threads or default_threads()) as pool:
+        return np.concatenate(list(pool.map(lambda s: _fitted(x[s], start[s], m, inverse), rows)))
+
+
+def _fitted(x: np.ndarray, start: np.ndarray, m: np.ndarray, inverse: list[np.ndarray]) -> np.ndarray:
+    """Rows on their own: nothing passes from one to another."""
+    d, codes = unpack_q4_0(start)
+    left = (x.astype(np.float64) - values_q4_0(d, codes)) @ m
     for _ in range(PASSES):
         for b, s in enumerate(_spans(len(m))):
             before = d[:, b, None] * codes[:, s]

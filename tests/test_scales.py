@@ -158,6 +158,9 @@ def test_threads_change_no_bit() -> None:
     x, weight = drawn(2, 67, 96), np.linspace(0, 4, 96, dtype=np.float32)
     for w in (None, weight):
         np.testing.assert_array_equal(mse_q4_0(x, w, 1), mse_q4_0(x, w, 5))
+    x, m = drawn(2, 300, 64), correlated(2, 64)
+    np.testing.assert_array_equal(fitted_q4_0(x, m, 1), fitted_q4_0(x, m, 3))
+    np.testing.assert_array_equal(fitted_q4_0(x[128:256], m, 1), fitted_q4_0(x, m, 3)[128:256])
 
 
 def test_weights_move_the_scale_towards_what_counts() -> None:
