@@ -132,10 +132,10 @@ QUALITY = (
         "test:tests/test_scales.py::test_the_products_error_only_falls",
     ),
     Fault(
-        "scales move away from their best value",
+        "scales refitted as if all inputs were alike",
         "fermi_engine/scales.py",
-        "(np.abs(half - best) < np.abs(d - best))",
-        "(np.abs(half - best) >= 0) & (half != best)",
+        "towards = codes @ m",
+        "towards = codes.copy()",
         "test:tests/test_scales.py::test_the_products_error_only_falls",
     ),
     Fault(
