@@ -21,12 +21,12 @@ import numpy as np
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fermi_engine import report
-from fermi_engine.sizes import parse_budget
 from fermi_engine.config import EngineConfig
 from fermi_engine.engine import Engine
 from fermi_engine.errors import FermiError
 from fermi_engine.kept_memory import copy_arrays
 from fermi_engine.session import Session
+from fermi_engine.sizes import parse_budget
 from fermi_engine.state import DeltaState
 
 REPEATS = 7  # of what takes milliseconds; the median counts
