@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from fermi_engine.calibration import watch
 from fermi_engine.config import EngineConfig
 from fermi_engine.convert import cache_directory
-from fermi_engine.documents import Reader, windows
+from fermi_engine.documents import Document, Reader, identity, windows
 from fermi_engine.engine import Engine
 from fermi_engine.errors import RequestError
 from fermi_engine.moments import COUNTS, Input, inputs, plan
@@ -100,17 +100,16 @@ def calibrate(request: Request, progress: Progress | None = None) -> dict[str, A
     """
     if request.out.exists() and not request.overwrite:
         raise RequestError(f"{request.out} exists; remove it, choose another name or ask for it to be overwritten")
-    engine = Engine.load(request.model, request.format if request.model.is_dir() else None, config=request.options,
-                         progress=progress)
-    reader = Reader(lambda: engine.tokenizer, engine.pack.files(), engine.config.vocab_size)
-    documents, window = reader.read(request.calibration), request.window or min(WINDOW, engine.context)
+    engine = Engine.load(request.model, request.format if request.model.is_dir() else None, config=replace(request.options, snapshot_ram=0), progress=progress)
+    documents = Reader.of(engine).read(request.calibration)
+    window = request.window or min(WINDOW, engine.context)
     windows(documents, window, ", ".join(map(str, request.calibration)))  # refuses texts that hold nothing
-    documents = [document for document in documents if len(document)]
+    documents = [document for document in documents if len(document.ids)]
     key = digest_of("moments", VERSION, engine.pack_hash, window, request.generate, request.options.activations,
-                    np.concatenate(documents), list(map(len, documents)))
+                    *identity(documents))
     about = {"key": key, "pack": engine.pack_hash, "source": engine.pack.source, "window": window,
              "calibration": [path.name for path in request.calibration], "documents": len(documents),
-             "tokens": sum(map(len, documents)), "generate": request.generate}
+             "tokens": sum(len(document.ids) for document in documents), "generate": request.generate}
     with PackWriter(request.out, plan(engine.config, about), key) as writer:
         left = {slot.name for slot in writer.remaining()}
         passes = _passes([row for row in inputs(engine.config) if {row.name, COUNTS + row.name} & left], request.memory)
@@ -130,7 +129,7 @@ def _passes(rows: Sequence[Input], memory: int) -> list[list[Input]]:
     return groups
 
 
-def _pass(request: Request, engine: Engine, documents: Sequence[np.ndarray], window: int, rows: Sequence[Input],
+def _pass(request: Request, engine: Engine, documents: Sequence[Document], window: int, rows: Sequence[Input],
           name: tuple[str, int, int], writer: PackWriter, progress: Progress | None) -> None:
     """Read all documents for these inputs and write their moments."""
     key, number, count = name

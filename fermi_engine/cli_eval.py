@@ -14,7 +14,7 @@ import numpy as np
 from fermi_engine import report
 from fermi_engine.config import EngineConfig
 from fermi_engine.convert import DOWN, GATE_UP, cache_directory
-from fermi_engine.documents import Reader, windows
+from fermi_engine.documents import Reader, texts, windows
 from fermi_engine.engine import Engine
 from fermi_engine.errors import RequestError
 from fermi_engine.evaluate import Mixed, Model, evaluate
@@ -56,9 +56,9 @@ def run(request: Request) -> None:
     """Evaluate and print. Raises FermiError."""
     _check(request)
     engines, base = _load(request)
-    reader = Reader(lambda: engines[0].tokenizer, engines[0].pack.files(), engines[0].config.vocab_size)
     length = request.window or min(WINDOW, engines[0].context)
-    pieces = windows(reader.read(request.texts), length, ", ".join(map(str, request.texts)))
+    documents = Reader.of(engines[0]).read(request.texts)
+    pieces = texts(windows(documents, length, ", ".join(map(str, request.texts))), "eval")
     models = {name: Model.of(engine) for name, engine in zip(_names(request.models), engines, strict=True)}
     parts = {} if request.by is None else parts_of(engines[0], base, request.by)
     if parts:

@@ -19,6 +19,7 @@ from fermi_engine.errors import RequestError
 from fermi_engine.pack import DIGEST_BYTES, SEAL, seal_digest, tensor_digest
 from fermi_engine.pack_writer import PackPlan, Wanted
 from fermi_engine.safetensors_header import read_header
+from fermi_engine.vision_config import is_vision
 
 KIND, VERSION = "fermi-engine-moments", "1"
 COUNTS = "counts."  # before the input's name: how many rows each of its moments is a mean of
@@ -44,7 +45,9 @@ class Input(NamedTuple):
 
 
 def input_of(name: str, config: ModelConfig) -> str | None:
-    """The input of the matrix with this canonical name; None for an embedding that no product reads."""
+    """The input of the matrix with this canonical name; None for an embedding that no product reads, and for an image tower."""
+    if is_vision(name):
+        return None
     if name == "lm_head.weight" or (name == "embed_tokens.weight" and config.tie_word_embeddings):
         return "norm"
     found = next((kind for ends, kind in _READERS if name.endswith(ends)), None)

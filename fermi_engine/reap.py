@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from fermi_engine.calibration import watch
 from fermi_engine.checkpoint import PRUNED, Checkpoint
 from fermi_engine.config import EngineConfig, ModelConfig
 from fermi_engine.convert import cache_directory
-from fermi_engine.documents import Reader, windows
+from fermi_engine.documents import Reader, identity, windows
 from fermi_engine.engine import Engine
 from fermi_engine.errors import RequestError
 from fermi_engine.pack import Pack
@@ -108,14 +106,13 @@ def _given(path: Path, config: ModelConfig) -> Scores:
 
 
 def _measured(request: Request, config: ModelConfig, progress: Progress | None) -> Scores:
-    engine = Engine.load(request.model, request.format if request.model.is_dir() else None, config=request.options,
-                         progress=progress)
-    reader = Reader(lambda: engine.tokenizer, engine.pack.files(), config.vocab_size)
-    documents, window = reader.read(request.calibration), request.window or min(WINDOW, engine.context)
+    engine = Engine.load(request.model, request.format if request.model.is_dir() else None, config=replace(request.options, snapshot_ram=0), progress=progress)
+    documents = Reader.of(engine).read(request.calibration)
+    window = request.window or min(WINDOW, engine.context)
     windows(documents, window, ", ".join(map(str, request.calibration)))  # refuses texts that hold nothing
-    documents = [document for document in documents if len(document)]
+    documents = [document for document in documents if len(document.ids)]
     key = digest_of("reap", VERSION, engine.pack_hash, window, request.generate, request.options.activations,
-                    request.options.kv_format, np.concatenate(documents), list(map(len, documents)))
+                    request.options.kv_format, *identity(documents))
     about = {"key": key, "pack": engine.pack_hash, "source": engine.pack.source,
              "calibration": [str(path.name) for path in request.calibration], "window": window}
     before = _earlier(request.scores_out, key)

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, kl_div
 
-from fermi_engine import cli, cli_eval, evaluate, quality
+from fermi_engine import cli, cli_eval, evaluate, image_prompt, quality
 from fermi_engine.config import EngineConfig
 from fermi_engine.convert import convert
-from fermi_engine.documents import Reader, windows
+from fermi_engine.documents import Document, ImageFile, Reader, texts, windows
 from fermi_engine.engine import Engine
-from fermi_engine.errors import FermiError, RequestError, TokenizerError
+from fermi_engine.errors import FermiError, ImageError, RequestError, TokenizerError
 from fermi_engine.evaluate import Mixed, Model
 from fermi_engine.info import part_of
 from fermi_engine.model.decoder import Decoder
@@ -55,8 +55,9 @@ def model(path: Path, options: EngineConfig = F32) -> Model:
     return Model.of(Engine.load(path, config=options))
 
 
-def texts(path: Path, length: int = 2048) -> list[np.ndarray]:
-    return windows([np.array(json.loads(line)["ids"], np.int32) for line in path.read_text().splitlines()], length, str(path))
+def pieces_of(path: Path, length: int = 2048) -> list[np.ndarray]:
+    read = [Document(np.array(json.loads(line)["ids"], np.int32)) for line in path.read_text().splitlines()]
+    return [piece.ids for piece in windows(read, length, str(path))]
 
 
 def figures(records: Records) -> str:
@@ -160,7 +161,7 @@ def test_figures_are_printed_to_their_error() -> None:
 
 
 def test_perplexity_is_that_of_the_reference_and_f32_against_itself_loses_nothing(packs, held) -> None:
-    ours, pieces = model(packs["f32"]), texts(held)
+    ours, pieces = model(packs["f32"]), pieces_of(held)
     found = evaluate.evaluate({"same": ours}, model(packs["f32"]), pieces, Resume(None, ""))["same"]
     said = summary(found)
     reference = oracle.decoder(ours_pack(packs["f32"]), "f32", torch.float32)
@@ -180,7 +181,7 @@ def ours_pack(path: Path):
 
 
 def test_divergence_of_q4_0_is_that_of_the_reference(packs, held) -> None:
-    pieces = texts(held)[:3]
+    pieces = pieces_of(held)[:3]
     found = evaluate.evaluate({"q4": model(packs["q4_0"])}, model(packs["f32"]), pieces, Resume(None, ""))["q4"]
     kl = []
     with torch.no_grad():
@@ -197,7 +198,7 @@ def test_divergence_of_q4_0_is_that_of_the_reference(packs, held) -> None:
 
 def test_windows_are_read_from_an_empty_state(packs) -> None:
     ours, ids = model(packs["q4_0"]), np.arange(1, 81, dtype=np.int32)
-    found = evaluate.evaluate({"m": ours}, None, windows([ids], 40, "x"), Resume(None, ""))["m"]
+    found = evaluate.evaluate({"m": ours}, None, [ids[:40], ids[40:]], Resume(None, ""))["m"]
     rows = log_softmax(Engine.load(packs["q4_0"], config=F32).session().logits(ids[40:79]))
     np.testing.assert_array_equal(found.nll[39:], -rows[np.arange(39), ids[41:80]])
 
@@ -205,7 +206,7 @@ def test_windows_are_read_from_an_empty_state(packs) -> None:
 def test_logits_are_held_a_few_positions_at_a_time(packs, held, monkeypatch) -> None:
     sizes, real = [], Decoder.logits
     monkeypatch.setattr(Decoder, "logits", lambda self, x, *rest: (sizes.append(len(x)), real(self, x, *rest))[1])
-    pieces = texts(held)
+    pieces = pieces_of(held)
     evaluate.evaluate({"m": model(packs["q4_0"])}, model(packs["f32"]), pieces, Resume(None, ""))
     assert max(sizes) <= quality.HEAD_ROWS < max(map(len, pieces))
     assert sum(sizes) == 2 * sum(len(piece) - 1 for piece in pieces)
@@ -231,7 +232,7 @@ def test_a_part_put_into_the_base_is_a_pack_of_mixed_formats(packs, tmp_path) ->
 
 
 def test_an_interrupted_run_goes_on_to_the_same_figures(packs, held, tmp_path, monkeypatch) -> None:
-    ours, base, pieces = model(packs["q4_0"]), model(packs["f32"]), texts(held, 60)
+    ours, base, pieces = model(packs["q4_0"]), model(packs["f32"]), pieces_of(held, 60)
     whole = evaluate.evaluate({"m": ours}, base, pieces, Resume(None, ""))["m"]
     read, real = [], evaluate._window
     monkeypatch.setattr(evaluate, "_window", lambda *a: (read.append(a[3]), real(*a))[1])
@@ -255,7 +256,7 @@ def test_an_interrupted_run_goes_on_to_the_same_figures(packs, held, tmp_path, m
 
 def test_power_that_fails_costs_what_came_after_the_last_save(packs, held, tmp_path, monkeypatch) -> None:
     """A process that dies saves nothing more: what is there is whole, and no newer than the interval says."""
-    ours, pieces, now = model(packs["q4_0"]), texts(held, 60), [0.0]
+    ours, pieces, now = model(packs["q4_0"]), pieces_of(held, 60), [0.0]
 
     def dies(self: Resume, arrays: dict[str, np.ndarray], real=Resume.save) -> None:
         if now[0] < 1000:
@@ -306,10 +307,22 @@ def test_what_is_measured_names_the_run() -> None:
 # documents
 
 
+class tower:
+    """As much of a Vision as prompts need."""
+
+    @staticmethod
+    def prepare(path: Path) -> None:
+        raise ImageError(f"cannot read {path}")
+
+    @staticmethod
+    def expand(tokenizer: object, ids: list[int], images: list) -> list[int]:
+        return image_prompt.expand(ids, 1016, images)
+
+
 def reader(tokenizer: Callable[[], object] | None = None) -> Reader:
     files = {path.name: path.read_bytes() for path in TINY.iterdir() if path.suffix in (".json", ".jinja")}
     encoder = Encoder.from_directory(TINY)
-    return Reader(tokenizer or (lambda: encoder.tokenizer), files, 1024)
+    return Reader(tokenizer or (lambda: encoder.tokenizer), files, 1024, lambda: tower)
 
 
 def test_documents_of_every_kind(tmp_path) -> None:
@@ -318,7 +331,7 @@ def test_documents_of_every_kind(tmp_path) -> None:
     lines = [{"ids": [5, 6, 7]}, {"text": "two"}, {"messages": [{"role": "user", "content": "Hello"}], "enable_thinking": False},
              {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]}]
     (tmp_path / "b.jsonl").write_text("\n\n".join(map(json.dumps, lines)) + "\n")
-    found = reader().read([tmp_path / "a.txt", tmp_path / "b.jsonl"])
+    found = [document.ids for document in reader().read([tmp_path / "a.txt", tmp_path / "b.jsonl"])]
     assert encoder.tokenizer.decode(found[0]) == "What is 3 + 4?\n<|im_end|>"
     assert found[0][-1] == encoder.end
     assert found[1].tolist() == [5, 6, 7]
@@ -336,7 +349,9 @@ BAD_LINES = {
     "ids that are none": ('{"ids": [1, true]}', "no list of token ids"),
     "text that is none": ('{"text": 5}', "line 2: text to encode is int"),
     "no message": ('{"messages": []}', "line 2: messages is an empty list"),
-    "an image": ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "part of type 'image'"),
+    "a video": ('{"messages": [{"role": "user", "content": [{"type": "video"}]}]}', "part of type 'video'"),
+    "an image without a path": ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "says not which"),
+    "an image that is absent": ('{"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]}', "a.png"),
 }
 
 
@@ -344,7 +359,8 @@ BAD_LINES = {
 def test_a_bad_line_is_named(tmp_path, name) -> None:
     line, words = BAD_LINES[name]
     (tmp_path / "x.jsonl").write_text('{"ids": [1, 2]}\n' + line)
-    said = refusal(RequestError, lambda: reader().read([tmp_path / "x.jsonl"]))
+    kind = ImageError if "absent" in name else RequestError
+    said = refusal(kind, lambda: reader().read([tmp_path / "x.jsonl"]))
     assert words in said
     assert "x.jsonl, line 2" in said
 
@@ -364,10 +380,14 @@ def test_files_that_are_no_text(tmp_path) -> None:
 
 
 def test_windows_cut_documents_and_never_join_them() -> None:
-    documents = [np.arange(n, dtype=np.int32) for n in (5, 1, 4, 0)]
-    assert [piece.tolist() for piece in windows(documents, 4, "x")] == [[0, 1, 2, 3], [0, 1, 2, 3]]
-    assert [len(piece) for piece in windows(documents, 3, "x")] == [3, 2, 3]
-    assert "1 token in 1 documents" in refusal(RequestError, lambda: windows([np.arange(1)], 4, "x"))
+    documents = [Document(np.arange(n, dtype=np.int32)) for n in (5, 1, 4, 0)]
+    assert [piece.ids.tolist() for piece in windows(documents, 4, "x")] == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    assert [len(piece.ids) for piece in windows(documents, 3, "x")] == [3, 2, 3]
+    assert "1 token in 1 documents" in refusal(RequestError, lambda: windows([Document(np.arange(1))], 4, "x"))
+    shown = Document(np.arange(5), (ImageFile(Path("a.png"), b""),), "t.jsonl, line 1")
+    assert [piece.images for piece in windows([shown], 5, "x")] == [shown.images]
+    assert "t.jsonl, line 1: 5 tokens with images" in refusal(RequestError, lambda: windows([shown], 4, "x"))
+    assert "t.jsonl, line 1 shows an image; eval reads text only" in refusal(RequestError, lambda: texts([shown], "eval"))
     assert "x holds no usable text" in refusal(RequestError, lambda: windows([], 4, "x"))
 
 

@@ -17,15 +17,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from fermi_engine import calibration, cli, kernels
+from fermi_engine import calibration, chat, cli, kernels
 from fermi_engine import reap as reap_module
 from fermi_engine.array_weights import CONFIG, ArrayWeights, config_array
 from fermi_engine.calibration import watch
 from fermi_engine.checkpoint import Checkpoint
 from fermi_engine.config import EngineConfig
 from fermi_engine.convert import convert
+from fermi_engine.documents import Document, Reader
 from fermi_engine.engine import Engine
 from fermi_engine.errors import CheckpointError, FermiError, PackError, RequestError
 from fermi_engine.formats import Experts
@@ -39,6 +41,7 @@ from fermi_engine.pruning import prune_pack
 from fermi_engine.resume import Resume
 from fermi_engine.safetensors_header import read_header
 from fermi_engine.saliency import Saliency, Scores, keep_best
+from fermi_engine.sampling import SamplingParams
 from fermi_engine.state import HybridState
 from reference import reap as oracle_reap
 from reference.decoder import Decoder
@@ -51,6 +54,7 @@ from tools.tiny_tasks import Encoder
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "golden" / "tiny"
 F32 = EngineConfig(activations="f32", threads=1)
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
 LAYERS, EXPERTS, TOP_K = 4, 6, 2
 SMALL = {"layers": LAYERS, "experts": EXPERTS, "experts_per_tok": TOP_K}
 KEPT = np.array([[0, 2, 5], [1, 2, 3], [0, 4, 5], [3, 4, 5]])
@@ -87,8 +91,8 @@ def refusal(kind: type[FermiError], action: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def documents(path: Path) -> list[np.ndarray]:
-    return [np.array(json.loads(line)["ids"], np.int32) for line in path.read_text().splitlines()]
+def documents(path: Path) -> list[Document]:
+    return [Document(np.array(json.loads(line)["ids"], np.int32)) for line in path.read_text().splitlines()]
 
 
 # saliency
@@ -134,8 +138,9 @@ def test_saliency_is_that_of_the_reference(tmp_path) -> None:
     c, found = engine.config, Saliency(8, 16)
     counts = watch(engine, documents(path), found, 2048)
     assert counts.documents == len(documents(path))
-    assert counts.tokens == sum(map(len, documents(path)))
-    runs = {dtype: _reference_saliency(oracle.decoder(engine.pack, "f32", dtype), documents(path), c.num_experts_per_tok)
+    assert counts.tokens == sum(len(document.ids) for document in documents(path))
+    read = [document.ids for document in documents(path)]
+    runs = {dtype: _reference_saliency(oracle.decoder(engine.pack, "f32", dtype), read, c.num_experts_per_tok)
             for dtype in (torch.float32, torch.float64)}
     (single, _), (truth, routed) = runs[torch.float32], runs[torch.float64]
     np.testing.assert_array_equal(found.routed, routed)
@@ -232,12 +237,12 @@ def test_own_generations_are_read_like_text(pack, text) -> None:
     engine = Engine.load(pack, threads=1)
     own, given = Saliency(LAYERS, EXPERTS), Saliency(LAYERS, EXPERTS)
     counts = watch(engine, documents(text), own, 30, generate=9)
-    cut = [ids[begin:begin + 30] for ids in documents(text) for begin in range(0, len(ids), 30)]
+    cut = [ids[begin:begin + 30] for ids, *_ in documents(text) for begin in range(0, len(ids), 30)]
     last = [i for i, ids in enumerate(cut) if i + 1 == len(cut) or len(ids) < 30]
     assert len(last) == 3
     full = [np.concatenate([ids, np.array(greedy(engine.session(), ids.tolist(), 9, engine.eos_ids), np.int32)])
             if i in last else ids for i, ids in enumerate(cut)]
-    watch(engine, full, given, 2048)
+    watch(engine, [Document(ids) for ids in full], given, 2048)
     np.testing.assert_array_equal(own.gate_norm, given.gate_norm)
     assert counts.generated == sum(map(len, full)) - sum(map(len, cut)) > 0
     assert counts.tokens == sum(map(len, full))
@@ -255,6 +260,91 @@ def test_reap_keeps_more_of_the_trained_model_than_frequency_and_chance(monkeypa
                  for name in tiny_reap.CRITERIA}
         assert means["reap"] > max(means["frequency"], means["random"]), measure
     assert found["whole"]["answers"] > 0.95
+
+
+# images
+
+
+@pytest.fixture(scope="module")
+def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the pack of a model that sees, images, and chats.jsonl: one about both images, one about none."""
+    root = tmp_path_factory.mktemp("album")
+    convert(make_checkpoint(root / "checkpoint", 3, **SMALL), root / "pack", "q8_0")
+    (root / "pictures").mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 60, 40, 3)).astype(np.uint8)
+    for name, one in zip("ab", pixels, strict=True):
+        Image.fromarray(one).save(root / "pictures" / f"{name}.png")
+    (root / "broken.png").write_bytes(b"no image")
+    parts = [{"type": "image", "path": f"pictures/{name}.png"} for name in "ab"]
+    chats = [[{"role": "user", "content": [parts[0], {"type": "text", "text": "and"}, parts[1]]}],
+             [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]]
+    (root / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return root
+
+
+def test_images_are_read_where_a_chat_shows_them(album) -> None:
+    """The same sums as a session that is given prompt and images makes."""
+    engine = Engine.load(album / "pack", config=EngineConfig(threads=1, token_block=7))
+    read = Reader.of(engine).read([album / "chats.jsonl"])
+    images = [engine.vision.prepare(album / "pictures" / f"{name}.png") for name in "ab"]
+    assert [len(document.images) for document in read] == [2, 0]
+    assert (read[0].ids == engine.vision.config.image_token_id).sum() == sum(sum(image.tokens) for image in images) > 10
+    found, given = Saliency(LAYERS, EXPERTS), Saliency(LAYERS, EXPERTS)
+    counts = watch(engine, read, found, 2048, generate=4)
+    own = [piece.id for piece in engine.generate(read[0].ids.tolist(), GREEDY, images=images) if piece.id is not None]
+    engine.session().logits([*read[0].ids.tolist(), *own], given.trace, images)
+    own_text = [piece.id for piece in engine.generate(read[1].ids.tolist(), GREEDY) if piece.id is not None]
+    engine.session().logits([*read[1].ids.tolist(), *own_text], given.trace)
+    np.testing.assert_array_equal(found.gate_norm, given.gate_norm)
+    assert counts.generated == len(own) + len(own_text)
+    blind = Saliency(LAYERS, EXPERTS)
+    watch(engine, [document._replace(images=()) for document in read], blind, 2048, generate=4)
+    assert np.abs(blind.gate_norm - found.gate_norm).max() > 1e-3
+
+
+def test_reap_and_calibrate_over_images(capsys, album, tmp_path, cache) -> None:
+    line = ["-m", album / "pack", "--calibration", album / "chats.jsonl", "-t", "1"]
+    assert run(capsys, *line, "--keep", "3", "-o", tmp_path / "dst")[0] == 0
+    with Pack.open(tmp_path / "dst") as pack, Pack.open(album / "pack") as whole:
+        assert pack.vision == whole.vision
+        assert all(pack.matrix(name).data.tobytes() == whole.matrix(name).data.tobytes() for name in pack.matrix_names
+                   if name.startswith("visual."))
+    assert cli.run([str(word) for word in ["calibrate", *line, "-o", tmp_path / "moments"]]) == 0
+    answer = Engine.load(tmp_path / "dst", threads=1)
+    images = [answer.vision.prepare(album / "pictures" / "a.png")]
+    content = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    ids = chat.encode(answer.tokenizer, chat.find_template(answer.pack.files()), [{"role": "user", "content": content}])
+    assert list(answer.generate(answer.vision.expand(answer.tokenizer, ids, images), GREEDY, images=images))
+
+
+def test_mistakes_about_images_are_one_line(capsys, album, pack, tmp_path, cache) -> None:
+    def chats(path: str) -> Path:
+        content = [{"type": "image", "path": path}, {"type": "text", "text": "x"}]
+        (tmp_path / "c.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": content}]}))
+        return tmp_path / "c.jsonl"
+
+    blind = convert(make_checkpoint(tmp_path / "blind", 1, text_only=True, **SMALL), tmp_path / "blind.pack")
+    before = listing(tmp_path)
+    for model, path, said in ((album / "pack", "none.png", "none.png"), (album / "pack", str(album / "broken.png"), "broken.png"),
+                              (blind, str(album / "pictures" / "a.png"), "holds no vision tower")):
+        given = chats(path)
+        status, out, err = run(capsys, "-m", model, "--calibration", given, "--keep", "3", "-o", tmp_path / "dst", "-t", "1")
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert said in err
+        assert "c.jsonl, line 1" in err
+        given.unlink()
+    status, _, err = run(capsys, "-m", album / "pack", "--calibration", album / "chats.jsonl", "--keep", "3", "-o",
+                         tmp_path / "dst", "--window", "20")
+    assert (status, "raise --window" in err) == (2, True)
+    assert listing(tmp_path) == before
+
+
+def test_an_image_that_changes_meanwhile_is_refused(album, tmp_path) -> None:
+    engine = Engine.load(album / "pack", threads=1)
+    shutil.copytree(album, tmp_path / "album")
+    read = Reader.of(engine).read([tmp_path / "album" / "chats.jsonl"])
+    shutil.copy(album / "pictures" / "a.png", tmp_path / "album" / "pictures" / "b.png")
+    assert "b.png has changed" in refusal(RequestError, lambda: watch(engine, read, Saliency(LAYERS, EXPERTS), 2048))
 
 
 # pruned packs
@@ -505,7 +595,7 @@ MISTAKES = {
     "empty calibration": (["--keep", "3", "--calibration", "{empty}"], "holds no usable text"),
     "calibration of one token": (["--keep", "3", "--calibration", "{lonely}"], "1 token in 1 documents"),
     "calibration that is no text": (["--keep", "3", "--calibration", "{pack}"], "no UTF-8 text"),
-    "an image": (["--keep", "3", "--calibration", "{image}"], "part of type 'image'"),
+    "an image without a path": (["--keep", "3", "--calibration", "{image}"], "says not which"),
     "neither calibration nor scores": (["--keep", "3", "--calibration", ""], "one of both"),
     "both": (["--keep", "3", "--scores", "{scores}"], "one of both"),
     "scores that are none": (["--keep", "3", "--calibration", "", "--scores", "{empty}"], "is no JSON"),
@@ -537,7 +627,7 @@ def things(pack: Path, source: Path) -> dict[str, Path]:
     made = {name.split(".")[0]: path for name, path in made.items()}
     made["empty"].touch()
     made["lonely"].write_text('{"ids": [3]}')
-    made["image"].write_text('{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}')
+    made["image"].write_text('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}')
     scores = Scores(np.ones((2, 3)), np.ones((2, 3), int), 2).to_json(np.array([[0, 1]] * 2))
     made["scores"].write_text(json.dumps(scores))
     scores["layers"][1]["scores"].pop()

@@ -22,6 +22,7 @@ if not __package__:  # run as a script, which puts this folder on the path inste
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fermi_engine.calibration import watch
 from fermi_engine.convert import convert
+from fermi_engine.documents import Document
 from fermi_engine.engine import Engine
 from fermi_engine.pruning import prune_pack
 from fermi_engine.saliency import Saliency, keep_best
@@ -61,7 +62,7 @@ def measure(checkpoint: Path, folder: Path) -> dict[str, Any]:
     rows = []
     for seed in SEEDS:
         saliency = Saliency(layers, experts)
-        texts = [np.array(encoder.prompt(s) + encoder.answer(s), np.int32)
+        texts = [Document(np.array(encoder.prompt(s) + encoder.answer(s), np.int32))
                  for s in samples(encoder, "train", 100 + seed, CALIBRATION)]
         tokens = watch(engine, texts, saliency, engine.context).tokens
         scores = {"reap": saliency.scores(), "frequency": saliency.routed.astype(float),
