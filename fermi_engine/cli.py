@@ -25,6 +25,7 @@ try:  # what follows takes most of the time of a short command: Ctrl-C must not 
     from fermi_engine.cli_options import (
         Activations,
         Backend,
+        Decode,
         Device,
         ExpertSlots,
         Gemm,
@@ -236,7 +237,8 @@ def generate(
     device: Device = "cuda",
     vram: Vram = None,
     expert_slots: ExpertSlots = 2,
-    gemm: Gemm = "own",
+    gemm: Gemm = None,
+    decode: Decode = "cpu",
     snapshot_ram: SnapshotRam = None,
     snapshot_dir: SnapshotDir = None,
     snapshot_disk: SnapshotDisk = "16GiB",
@@ -264,7 +266,7 @@ def generate(
     options = EngineConfig(activations=activations, backend=backend, threads=threads, ctx_size=ctx_size, kv_format=kv_format,
                            pin=pin, hyper_threads=hyper_threads, numa=numa, load=load, huge_pages=huge_pages, mlock=mlock,
                            prefill=prefill, device=device, vram=parse_bytes("--vram", vram),
-                           expert_slots=expert_slots, gemm=gemm,
+                           expert_slots=expert_slots, gemm=gemm, decode=decode,
                            snapshot_ram=parse_budget("--snapshot-ram", snapshot_ram), snapshot_dir=snapshot_dir,
                            snapshot_disk=parse_budget("--snapshot-disk", snapshot_disk))
     cli_generate.run(cli_generate.Request(

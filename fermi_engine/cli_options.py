@@ -28,7 +28,9 @@ Device = Annotated[str, typer.Option(metavar="cuda|emulated", help="The GPU; emu
 Vram = Annotated[str | None, typer.Option(metavar="SIZE", show_default=False,
                                           help="Most GPU memory, such as 6GiB; default: what is free.")]
 ExpertSlots = Annotated[int, typer.Option(metavar="N", help="Layers whose experts are on the GPU at a time.")]
-Gemm = Annotated[str, typer.Option(metavar="own|vendor", help="Dense products on the GPU: own kernels, or cuBLAS.")]
+Gemm = Annotated[str | None, typer.Option(metavar="own|vendor", show_default=False,
+                                          help="Dense products on the GPU: own kernels, or cuBLAS (default of --decode gpu).")]
+Decode = Annotated[str, typer.Option(metavar="cpu|gpu", help="gpu: a dense model wholly on the GPU, prefill included.")]
 SnapshotRam = Annotated[str | None, typer.Option("--snapshot-ram", metavar="SIZE", show_default=False,
                                                  help="Memory for states that later prompts go on from, such as 2GiB; 0: none.")]
 SnapshotDir = Annotated[Path | None, typer.Option("--snapshot-dir", metavar="DIR", show_default=False,

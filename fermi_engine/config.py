@@ -294,7 +294,9 @@ class EngineConfig:
         to be faster, and none once the device has failed. On the GPU activations are float32.
     device: 'cuda', or 'emulated' for the GPU's kernels run by the CPU. vram: most bytes of its memory, None for what is free.
     expert_slots: places on the device for one layer's experts each; results do not depend on it.
-    gemm: the GPU's dense products by our kernels ('own': the same bits on every card) or by the vendor's cuBLAS ('vendor').
+    gemm: the GPU's dense products by our kernels ('own': the same bits on every card) or by the vendor's cuBLAS ('vendor'); None
+        is 'vendor' with `decode` 'gpu' and 'own' else.
+    decode: 'cpu'; 'gpu' has a dense model wholly on the device, which then does all prefill, too, and keeps the state.
     snapshot_ram: most bytes of memory for states that later prompts go on from; 0 keeps none, None takes half of what the pack
         leaves, at most 4 GiB. Results do not depend on it where the CPU evaluates prompts, or the GPU all of them.
     snapshot_dir: directory in which they outlive the process; None for none. snapshot_disk: most bytes of the files there.
@@ -317,12 +319,19 @@ class EngineConfig:
     device: str = "cuda"
     vram: int | None = None
     expert_slots: int = 2
-    gemm: str = "own"
+    gemm: str | None = None
+    decode: str = "cpu"
     snapshot_ram: int | None = None
     snapshot_dir: str | Path | None = None
     snapshot_disk: int = 16 << 30
 
     def __post_init__(self) -> None:
+        if self.gemm is None:
+            object.__setattr__(self, "gemm", "vendor" if self.decode == "gpu" else "own")
+        if self.decode not in ("cpu", "gpu"):
+            raise ConfigError(f"decode = {self.decode!r}; choose 'cpu' or 'gpu'")
+        if self.decode == "gpu" and self.kv_format != "f32":
+            raise ConfigError(f"kv_format = {self.kv_format!r} with decode = 'gpu', which keeps keys and values as 'f32'")
         if self.numa not in (None, "interleave", "local", "off"):
             raise ConfigError(f"numa = {self.numa!r}; choose 'interleave', 'local' or 'off'")
         if self.load not in ("mmap", "resident"):

@@ -184,6 +184,8 @@ class Conversation:
                 report.note(self.engine.disk.line())
             if gpu is not None and gpu.prefill is not None and gpu.prefill.last is not None:
                 report.note(gpu.prefill.last.line())
+            if self.engine.is_resident:
+                report.note(self.engine.resident.line())
         return finish
 
     def _encode(self, messages: list[dict[str, Any]], shown: list[Shown], add_generation_prompt: bool) -> list[int]:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from fermi_engine.generate import Stream
     from fermi_engine.gpu_choice import GpuChoice
     from fermi_engine.image_patches import PreparedImage
+    from fermi_engine.kernels.gpu import Device
     from fermi_engine.pack import Pack
+    from fermi_engine.resident import Resident
     from fermi_engine.sampling import SamplingParams
     from fermi_engine.session import Session
     from fermi_engine.snapshot_disk import DiskTier
@@ -48,6 +50,8 @@ class Engine:
         budget = self._snapshot_budget()
         self.disk = self._disk_tier(budget)
         self.snapshots = self._snapshot_cache(budget)
+        self._device: Device | None = None
+        self._resident: Resident | None = None
         self._parsing: Future[Tokenizer] | None = None
 
     def _snapshot_budget(self) -> int:
@@ -85,7 +89,7 @@ class Engine:
 
     def _gpu_choice(self) -> GpuChoice | None:
         """Decides about prefill on the GPU; None where the CPU does all of it."""
-        if self.options.prefill == "cpu":
+        if self.options.prefill == "cpu" or self.options.decode == "gpu":
             return None
         from fermi_engine.gpu_choice import GpuChoice
 
@@ -95,7 +99,24 @@ class Engine:
     def gpu_gemm(self) -> str | None:
         """Whose dense products GPU prefill takes: 'own' gives the same bits on every card, 'vendor' does not. None where the
         CPU does all prefill. Snapshots carry it."""
-        return None if self.gpu is None else self.options.gemm
+        return None if self.gpu is None and not self.is_resident else self.options.gemm
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the GPU does everything."""
+        return self.options.decode == "gpu"
+
+    @property
+    def resident(self) -> Resident:
+        """The model on the GPU, where it is put when it is first asked for. Raises DeviceError."""
+        from fermi_engine.kernels.gpu import open_device
+        from fermi_engine.resident import Resident
+
+        if self._device is None:
+            self._device = open_device(self.options.device)
+        if self._resident is None:
+            self._resident = Resident(self._device, self.pack, self.decoder, self.options.vram, self.options.gemm, self.context)
+        return self._resident
 
     @classmethod
     def load(

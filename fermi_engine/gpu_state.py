@@ -88,16 +88,21 @@ def _upload_rows(device: Device, stream: Stream, target: DeviceArray, rows: np.n
 
 
 class Fetch:
-    """What a prefill of positions start..end leaves behind, on its way to the host: layer by layer on a stream of its own into
-    `staging`, page-locked where the system lets us, while later layers compute. The host's state is touched at the very end."""
+    """What the tokens from `state` to position `end` leave behind, on its way to the host: layer by layer on a stream of its own
+    into `staging`, page-locked where the system lets us, while later layers compute. The host's state is touched at the end."""
 
-    def __init__(self, device: Device, c: ModelConfig, on_device: DeviceState, state: HybridState, stream: Stream) -> None:
+    def __init__(self, device: Device, c: ModelConfig, on_device: DeviceState, state: HybridState, stream: Stream,
+                 end: int | None = None, open_tokens: int | None = None) -> None:
+        """end: by default that of `on_device`. open_tokens: how many a chunk has been open for; by default as for a prefill that
+        went on from `state`."""
         self._device, self._state, self._stream, self._source = device, state, stream, on_device
-        self._start, self._tokens = state.position, on_device.end - state.position
+        self._end = on_device.end if end is None else end
+        self._start, self._tokens = state.position, self._end - state.position
         delta = [i for i, kind in enumerate(c.layer_types) if kind != "full_attention"]
         shapes = DeltaOnDevice.shapes(c)
-        self._open = (state.open_chunks.tokens if state.current_chunks() else 0) + self._tokens
-        self._open %= CHUNK
+        if open_tokens is None:
+            open_tokens = ((state.open_chunks.tokens if state.current_chunks() else 0) + self._tokens) % CHUNK
+        self._open = open_tokens
         rows = {"state": shapes["state"], **{name: (self._open, *shapes[name][1:]) for name in _ROWS}} if self._open else {}
         kept = {f"{i}.{name}": shapes[name] for i in delta for name in ("conv", "final")}
         kept |= {f"{i}.{name}": (c.num_key_value_heads, self._tokens, c.head_dim) for i in range(len(c.layer_types))
@@ -138,7 +143,7 @@ class Fetch:
         must stay as it is until that has been called. Keys and values go into place at once, behind the state's position, where
         nobody reads before it moves on."""
         kept, chunks = self._host
-        self._state.reserve(self._source.end)  # here, where the device is still at work
+        self._state.reserve(self._end)  # here, where the device is still at work
         own = self._chunks.over(np.empty(self._chunks.end, np.uint8))  # in one piece: huge pages
         start, fetched = np.array([self._start], np.int64), []
         for layer, (host, event) in enumerate(zip(self._state.layers, self._events, strict=True)):
@@ -160,5 +165,5 @@ class Fetch:
         for name, array in own.items():
             layer, _, part = name.partition(".")
             layers.setdefault(int(layer), {})[part] = array
-        state.position = self._source.end
+        state.position = self._end
         state.open_chunks = OpenChunks(state.position, self._open, layers) if layers else None

@@ -26,7 +26,7 @@ class NumericPath:
     """What the bits of a state depend on beside tokens and images.
 
     pack_hash: seal of the pack. activations, kv_format: of EngineConfig. prefill: 'cpu', or with whose products on which device:
-    'gpu own cuda'. version: of the engine.
+    'gpu own cuda'; 'resident own cuda' where that device decodes, too. version: of the engine.
     """
 
     pack_hash: str
@@ -38,7 +38,8 @@ class NumericPath:
     @classmethod
     def of(cls, pack_hash: str, options: Any) -> NumericPath:
         """From a pack's seal and an EngineConfig."""
-        prefill = "cpu" if options.prefill == "cpu" else f"{options.prefill} {options.gemm} {options.device}"
+        way = "resident" if options.decode == "gpu" else options.prefill
+        prefill = "cpu" if way == "cpu" else f"{way} {options.gemm} {options.device}"
         return cls(pack_hash, options.activations, options.kv_format, prefill)
 
     def fields(self) -> dict[str, str]:

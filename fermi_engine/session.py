@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from numbers import Integral
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,8 @@ class Session:
 
     @property
     def trail(self) -> tuple[tuple[int, str], ...]:
-        """Which way they went: (end position, 'cpu' or 'gpu') of each stretch. The same calls give the same bits."""
+        """Which way they went: (end position, 'cpu', 'gpu' or, one by one there, 'gpu token') of each stretch. The same calls give
+        the same bits."""
         return self._trail
 
     @property
@@ -78,7 +80,14 @@ class Session:
 
     @property
     def state(self) -> HybridState:
-        """The live state. Raises RequestError after an interrupted call."""
+        """The live state, up to date. Raises RequestError after an interrupted call, DeviceError when a GPU that has it fails."""
+        state = self._live()
+        if self.engine.is_resident:
+            self.engine.resident.fetch(state)
+        return state
+
+    def _live(self) -> HybridState:
+        """The live state, of which a GPU may have more than its arrays."""
         if self._state is None:
             raise RequestError("this session was interrupted inside a call; restore a snapshot or start a new session")
         return self._state
@@ -88,7 +97,7 @@ class Session:
 
         images: those whose tokens are among `ids` (Vision.expand), in order. Raises RequestError for no ids, ids outside the
         vocabulary, more tokens than the context holds, or images that do not fit them. Raises DeviceError when a GPU that has to
-        do it fails; the session is as before then.
+        do it fails; the session is as before then, but for one that had the state, too.
         """
         checked = self._checked(ids, self.position)
         return self._append(checked, progress, None, images=self._placed(checked, images, self.position))
@@ -153,7 +162,7 @@ class Session:
         """Leave a snapshot of the present state in the engine's cache, if it has none of this timeline that is as long."""
         cache = self._cache()
         if cache is not None and self._state is not None and self.position > self._saved:
-            entry = cache.save(self._state, self.prefix, "answer", self._trail)
+            entry = cache.save(self.state, self.prefix, "answer", self._trail)
             if entry is not None:
                 cache.publish([entry])
                 self._saved = self.position
@@ -188,6 +197,8 @@ class Session:
         """Append ids; logits after each of them, float32 [T, vocab]. Raises as `prefill`."""
         checked = self._checked(ids, self.position)
         placed = self._placed(checked, images, self.position)
+        if self.engine.is_resident:
+            return self._rows_of_resident(checked, trace)
         with self._moving():
             hidden = (self._hidden(block, placed, trace) for block in self._blocks(checked, ()))
             rows = [self.engine.decoder.logits(part, trace) for part in hidden]
@@ -198,6 +209,8 @@ class Session:
         """Images among ids int32 [T] that begin at token `first`; None without any."""
         if not images:
             return None
+        if self.engine.is_resident:
+            raise RequestError("--decode gpu reads text only; --decode cpu reads images, too")
         if self.engine.options.prefill == "gpu":
             raise RequestError("--prefill gpu reads text only; --prefill auto and cpu read images, too")
         return self.engine.vision.place(ids, images, first, self._seen.after(first))
@@ -211,13 +224,20 @@ class Session:
         if self._state is None:
             self._state = HybridState.fresh(self.engine.config, self.engine.options.kv_block, self.engine.options.kv_format)
         else:
+            self._forget()
             self._state.clear()
+
+    def _forget(self) -> None:
+        """What a GPU has of the state is not it any more."""
+        if self.engine.is_resident and self._state is not None:
+            self.engine.resident.forget(self._state)
 
     def _become(self, snapshot: Snapshot) -> None:
         start, pages = time.perf_counter(), snapshot.state.page_tokens() - {self.engine.options.kv_block}
         if pages:
             raise RequestError(f"snapshot with pages of {pages.pop()} positions, here {self.engine.options.kv_block}; it needs "
                                "the same kv_block")
+        self._forget()
         state, self._state = self._state, None  # until it is whole again
         if state is None:
             state = snapshot.state.copy(is_live=True)
@@ -239,14 +259,54 @@ class Session:
         """Evaluate ids int32 [T] after what has gone in; logits of the last. taking: None leaves no snapshots. is_prompt: they
         are the rest of a prompt, and go the way that its beginning went. images: those of the prompt, or of these ids."""
         start = time.perf_counter()
+        if self.engine.is_resident:
+            logits = self._on_resident(ids, progress, taking, is_prompt or taking is not None or len(ids) > 1)
+            self._timed(start, ids, taking)
+            return logits
         hidden = None if images or self._seen.shift else self._on_gpu(ids, progress, taking, is_prompt or taking is not None)
         if hidden is None and taking is not None:
             taking.give_back()  # of a GPU that has failed
         with self._moving():
             logits = self._on_cpu(ids, progress, taking, images) if hidden is None else self.engine.decoder.logits(hidden)[0]
         self._went(ids, "cpu" if hidden is None else "gpu", images)
+        self._timed(start, ids, taking)
+        return logits
+
+    def _timed(self, start: float, ids: np.ndarray, taking: Taking | None) -> None:
         if taking is not None and len(ids) >= TIMED_TOKENS:
             taking.cache.costs.measured(token_s=(time.perf_counter() - start - taking.seconds) / len(ids))
+
+    def _on_resident(self, ids: np.ndarray, progress: Progress | None, taking: Taking | None, is_prefill: bool) -> np.ndarray:
+        """Logits of the last token where the model lives on the GPU. is_prefill: by the kernels for many tokens, whose bits no
+        cut changes; else one token goes through those of one."""
+        state, resident = self._live(), self.engine.resident
+        resident.admit(state, len(ids), is_prefill)  # refuses while nothing has happened yet
+        if not is_prefill:
+            with self._moving():
+                logits = resident.decode(int(ids[0]), state)
+            self._went(ids, "gpu token", None)
+            if progress is not None:
+                progress(1, 1)
+            return logits
+        start = self.position
+        stops = [at for at in (taking.stops if taking else ()) if start < at < start + len(ids)]
+        with self._moving():
+            for begin, end in pairwise([start, *stops, start + len(ids)]):
+                done = None if progress is None else _further(progress, begin - start, len(ids))
+                logits = resident.prefill(ids[begin - start : end - start], state, done)
+                if end in stops:
+                    taking.take(self.state, "gpu")
+        self._went(ids, "gpu", None)
+        return logits
+
+    def _rows_of_resident(self, ids: np.ndarray, trace: Trace) -> np.ndarray:
+        if trace is not silent:
+            raise RequestError("a model that lives on the GPU has no trace of its layers; run with --decode cpu")
+        state, resident = self._live(), self.engine.resident
+        resident.admit(state, len(ids), True)
+        with self._moving():
+            logits = resident.rows(ids, state)
+        self._went(ids, "gpu", None)
         return logits
 
     def _on_gpu(self, ids: np.ndarray, progress: Progress | None, taking: Taking | None, is_prompt: bool) -> np.ndarray | None:
@@ -315,7 +375,7 @@ class Session:
     @contextmanager
     def _moving(self) -> Iterator[None]:
         """Until the call has gone through, the state counts as lost."""
-        state = self.state
+        state = self._live()
         try:
             with self.engine.decoder.kernels.held():
                 yield
@@ -323,6 +383,11 @@ class Session:
             self._state = None
             raise
         assert self._state is state
+
+
+def _further(progress: Progress, before: int, total: int) -> Progress:
+    """Progress of a part behind `before` tokens of `total`."""
+    return lambda done, _: progress(before + done, total)
 
 
 def _whole_numbers(ids: Sequence[int], vocab_size: int) -> np.ndarray:

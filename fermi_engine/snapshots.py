@@ -38,8 +38,8 @@ class Snapshot:
     prefix: tokens, images and the numeric path. state: at position len(prefix). logits: float32 [vocab] of the last token where
     they are kept, else None. kind: 'root' (end of the system prompt), 'turn' (end of another message), 'end' (of a prompt),
     'answer' (of what was generated), 'block' (a boundary in between). trail: which path each stretch of tokens took, as
-    (end position, 'cpu' or 'gpu') in order; neighbours differ. shift: how far positions are ahead of counts of tokens, where
-    images have moved them and whoever goes on does not know the images (Session.restore).
+    (end position, 'cpu', 'gpu' or 'gpu token') in order; neighbours differ. shift: how far positions are ahead of counts of
+    tokens, where images have moved them and whoever goes on does not know the images (Session.restore).
     """
 
     prefix: Prefix

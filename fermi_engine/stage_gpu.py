@@ -145,7 +145,7 @@ def gdn_step(run: DeviceRun, a: Arrays) -> Arrays:
     return {"o": run.get(out)[..., :dv].copy(), "state": run.get(state)[:, :dk, :dv].copy()}
 
 
-@launches("gdn_chunk_intra", "gdn_chunk_pass", "gdn_chunk_carry")
+@launches("gdn_chunk_intra", "gdn_chunk_solve", "gdn_chunk_pass", "gdn_chunk_out")
 def gdn_chunk(run: DeviceRun, a: Arrays) -> Arrays:
     """In calls that end at `cuts`."""
     p, column = _heads(a, 4)

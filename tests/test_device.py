@@ -237,6 +237,46 @@ def test_failures_can_be_injected(device: Any, kind: str, nth: int) -> None:
     device.synchronize()
 
 
+def launch_add(device: Any, a: Any, b: Any, y: Any, n: int, stream: Any) -> None:
+    device.launch("add", (1, 1, 1), (256, 1, 1), {"a": a, "b": b, "y": y, "n": n}, stream)
+
+
+def test_what_is_recorded_runs_when_it_is_replayed(device: Any) -> None:
+    stream, n = device.stream("test"), 40
+    total, one = (upload(device, np.full(n, value, np.float32), stream, "array") for value in (0, 1))
+    with device.record() as recording:
+        launch_add(device, total, one, total, n, stream)
+        launch_add(device, total, total, total, n, stream)
+        with pytest.raises(ValueError, match="within record"):
+            device.h2d(one, np.zeros(n, np.float32), stream)
+    assert len(recording) == 2
+    got = np.empty(n, np.float32)
+    for expected in (0.0, 2.0, 6.0):
+        device.d2h(got, total, stream)
+        assert (got == expected).all()
+        device.replay(recording, stream)
+    stream.synchronize()
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_replayed_launch_can_fail(device: Any, nth: int) -> None:
+    """The launches before it have run, those behind it have not."""
+    stream, n = device.stream("test"), 40
+    total, one = (upload(device, np.full(n, value, np.float32), stream, "array") for value in (0, 1))
+    with device.record() as recording:
+        for _ in range(2):
+            launch_add(device, total, one, total, n, stream)
+    device.faults.fail("launch", nth)
+    with pytest.raises(DeviceError, match=r"launch of add with grid .* failed: failure injected by a test"):
+        device.replay(recording, stream)
+    got = np.empty(n, np.float32)
+    device.d2h(got, total, stream)
+    assert (got == nth - 1).all()
+    device.replay(recording, stream)
+    device.d2h(got, total, stream)
+    assert (got == nth + 1).all()
+
+
 @pytest.mark.parametrize("b_transposed", [True, False])
 @pytest.mark.parametrize(("m", "n", "k", "pad"), [(1, 1, 1, 0), (5, 7, 33, 0), (64, 48, 96, 4)])
 def test_the_vendors_sgemm(device: Any, b_transposed: bool, m: int, n: int, k: int, pad: int) -> None:

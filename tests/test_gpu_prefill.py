@@ -140,7 +140,7 @@ def test_blocks_give_the_same_bits_in_every_schedule(engines, plain, seed):
 # slot in use, on `results` wait 1 is for the second layer.
 @pytest.mark.parametrize(("stream", "nth"), [("compute", 0), ("compute", 2), ("copies", 2), ("results", 1)])
 def test_a_missing_wait_is_caught(small, stream, nth):
-    seeds = range(12)
+    seeds = range(16)
     assert wrong(small, seeds, lambda seed: Deaf(seed, stream, None)) == 0
     assert wrong(small, seeds, lambda seed: Deaf(seed, stream, nth)) >= 2
 

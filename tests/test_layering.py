@@ -37,7 +37,7 @@ TIERS = (
      "gpu_boundaries"),
     ("moments", "pruning"),
     ("prune_checkpoint",),
-    ("convert", "taking", "gpu_prefill", "sealed_file"),
+    ("convert", "taking", "gpu_prefill", "resident", "sealed_file"),
     ("session", "gpu_cost", "snapshot_files"),
     ("gpu_choice", "snapshot_disk"),
     ("engine", "runs", "device_run", "vision_runs", "named_session"),

@@ -236,7 +236,7 @@ def test_shipped_ptx_follows_its_sources(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert "selftest" not in ptx.stale()
         assert ptx.image("selftest", fermi=False).origin.startswith("PTX shipped with the package, made by clang")
         ops = csrc / "sm20" / "ops.h"
-        other = "typedef struct { int n; } other_args;\nENTRY(other, other, other_args)\n"
+        other = "enum { OTHER = 1 };\ntypedef struct { int n; } other_args;\nENTRY(other, other, other_args)\n"
         ops.write_text(ops.read_text().replace("typedef", f"{other}typedef", 1))
         assert "selftest" not in ptx.stale()
         ops.write_text(ops.read_text().replace("float *f;", "double *f;"))

@@ -11,6 +11,7 @@ from tools.faults_avx2 import AVX2
 from tools.faults_gpu_prefill import GPU_PREFILL
 from tools.faults_kernels import KERNELS, Fault
 from tools.faults_quality import QUALITY
+from tools.faults_resident import RESIDENT
 from tools.faults_sm20 import SM20
 from tools.faults_snapshot_disk import SNAPSHOT_DISK
 from tools.faults_snapshots import SNAPSHOTS
@@ -311,5 +312,5 @@ MODEL_SENSE = (
     ),
 )
 
-FAULTS = KERNELS + AVX2 + SM20 + MODEL + GPU_PREFILL + SNAPSHOTS + SNAPSHOT_DISK + FILES + TEXT + VISION + MODEL_SENSE
+FAULTS = KERNELS + AVX2 + SM20 + MODEL + GPU_PREFILL + RESIDENT + SNAPSHOTS + SNAPSHOT_DISK + FILES + TEXT + VISION + MODEL_SENSE
 FAULTS += QUALITY

@@ -1,357 +1,265 @@
 #include "gdn_chunk.cuh"
 
-#define BLOCK 128
-#define CARRY_BLOCK 256
-#define SLAB 32 /* value columns of a block */
-#define GROUP 8 /* rows, or columns, of a triangle that are left out together where they are zero */
-#define TRIANGLE (2 * GROUP * CHUNK) /* floats of a slice of a triangle: 16 columns */
+#define BLOCK 256
+#define SLAB 16               /* value columns of a block */
+#define WARP_ROWS 32
+#define SLICE (STAGE * CHUNK) /* floats of a slice: 32 columns of W, or 16 keys */
+#define KEY_ROWS (CHUNK / 4)  /* keys of a slice */
+#define STEPS 8               /* of a slice that a warp takes: a quarter of W's, or half of the keys */
 
-/* acc += triangle times y for one group of columns; the diagonal group leaves out what stands above the diagonal. */
-template <bool DIAGONAL> INLINE void add_group(float (&first)[4], float (&second)[4], int row, const float *x,
-                                               const float *y)
+/* A warp has 32 rows of all 16 columns: 8 lanes stand above one another and 4 side by side, each with two pairs of rows and
+ * two of columns; low lane bits count rows and columns in turn, so that neighbours want the same words of a 64-bit load. */
+INLINE int lane_row(int t)
 {
-#pragma unroll
-    for (int k = 0; k < GROUP; k++) {
-        float2 pair = *(const float2 *)(x + k * CHUNK);
-        float2 left = *(const float2 *)(y + k * SLAB), right = *(const float2 *)(y + k * SLAB + 16);
-        if (!DIAGONAL || k <= row)
-            add_row(first, pair.x, left, right);
-        if (!DIAGONAL || k <= row + 1)
-            add_row(second, pair.y, left, right);
-    }
+    return 2 * ((t & 1) | (t >> 1 & 2) | (t >> 2 & 4));
 }
 
-/* The same for a pair of rows that lies in group `own`, at `row` of it. */
-INLINE void add_below(float (&first)[4], float (&second)[4], int group, int own, int row, const float *x,
-                      const float *y)
+INLINE int lane_col(int t)
 {
-    if (group < own)
-        add_group<false>(first, second, row, x, y);
-    else if (group == own)
-        add_group<true>(first, second, row, x, y);
+    return 2 * ((t >> 1 & 1) | (t >> 2 & 2));
 }
 
-/* A thread of the pass: which rows it has of a chunk, and the two quads that it has read of the slice to come. */
-struct pass_thread {
-    int head, key_head, column;
-    int t, warp, lane; /* lane: first of its columns in the slab */
-    int row, second;   /* pairs of rows at row, row + second: groups `warp` and 7 - warp, even work on triangles */
-    const float *key, *query;
-    float4 next[2];
-
-    __device__ __forceinline__ pass_thread(const gdn_chunk_args &a)
-    {
-        head = (int)blockIdx.y;
-        key_head = head / ((int)a.v_heads / (int)a.k_heads);
-        column = (int)blockIdx.x * SLAB;
-        renew();
-    }
-
-    __device__ __forceinline__ void renew()
-    {
-        t = fresh_thread();
-        warp = t / 32;
-        row = warp * GROUP + lane_row(t);
-        second = (7 - 2 * warp) * GROUP;
-        lane = lane_col(t);
-    }
-
-    __device__ __forceinline__ int row_of(int i) const
-    {
-        return row + (i >> 1) * second + (i & 1);
-    }
-
-    /* k and q: row t / 2 of the chunk, columns 4 (t % 2) of the slice */
-    __device__ __forceinline__ void begin_chunk(const gdn_chunk_args &a, int chunk)
-    {
-        key = key_row(a, chunk * CHUNK + t / 2, key_head) + t % 2 * 4;
-        query = query_row(a, chunk * CHUNK + t / 2, key_head) + t % 2 * 4;
-        fetch_rows();
-    }
-
-    __device__ __forceinline__ void fetch_rows()
-    {
-        next[0] = *(const float4 *)key;
-        next[1] = *(const float4 *)query;
-        key += SLICE;
-        query += SLICE;
-    }
-
-    __device__ __forceinline__ void stash_rows(float *s) const
-    {
-        stash_transposed(s + t % 2 * 4 * LD + t / 2, next[0]);
-        stash_transposed(s + t % 2 * 4 * LD + t / 2 + CHUNK, next[1]);
-    }
-
-    /* values: a row of the slab for 8 threads, 16 rows */
-    __device__ __forceinline__ float4 fetch_values(const gdn_chunk_args &a, int chunk, int part) const
-    {
-        int at = head * (int)a.dv;
-        const float *v = row_at(a, chunk * CHUNK + part * 16 + t / 8, a.open_v + at, (int)a.v_heads * (int)a.dv,
-                                a.v + at, (int)a.v_stride);
-        return *(const float4 *)(v + column + t % 8 * 4);
-    }
-
-    __device__ __forceinline__ void stash_values(float *v, float4 value, int part) const
-    {
-        *(float4 *)(v + part * 16 * SLAB + 4 * t) = value;
-    }
-
-    /* 16 columns of a triangle, as they lie */
-    __device__ __forceinline__ void fetch_triangle(const float *triangle)
-    {
-        next[0] = *(const float4 *)(triangle + 4 * t);
-        next[1] = *(const float4 *)(triangle + 4 * t + TRIANGLE / 2);
-    }
-
-    __device__ __forceinline__ void stash_triangle(float *s) const
-    {
-        *(float4 *)(s + 4 * t) = next[0];
-        *(float4 *)(s + 4 * t + TRIANGLE / 2) = next[1];
-    }
-
-    /* rows FROM .. FROM + 3 of acc += those columns of the triangle times y */
-    template <int FROM>
-    __device__ __forceinline__ void add_triangle(float (&acc)[8][4], const float *s, const float *y, int slice) const
-    {
-#pragma unroll 1
-        for (int half = 0; half < 2; half++) {
-            int group = 2 * slice + half;
-            const float *x = s + half * GROUP * CHUNK + row, *at = y + group * GROUP * SLAB + lane;
-            add_below(acc[FROM], acc[FROM + 1], group, warp, row % GROUP, x, at);
-            add_below(acc[FROM + 2], acc[FROM + 3], group, 7 - warp, row % GROUP, x + second, at);
-        }
-    }
-
-    /* rows of k as they lie, a row for a warp, decayed to the chunk's end when they are stashed; anything beyond dk */
-    __device__ __forceinline__ void fetch_keys(const gdn_chunk_args &a, int chunk, int slice)
-    {
-        int at = min_of(t % 32 * 4, (int)a.dk - 4), first = chunk * CHUNK + slice * SLICE + warp;
-        next[0] = *(const float4 *)(key_row(a, first, key_head) + at);
-        next[1] = *(const float4 *)(key_row(a, first + 4, key_head) + at);
-    }
-
-    __device__ __forceinline__ void stash_keys(float *s, const float *rest, int slice) const
-    {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            float by = rest[slice * SLICE + warp + 4 * i];
-            *(float4 *)(s + (warp + 4 * i) * LD + t % 32 * 4) =
-                make_float4(next[i].x * by, next[i].y * by, next[i].z * by, next[i].w * by);
-        }
-    }
-};
-
-INLINE void clear(float (&acc)[8][4])
+/* From a lane's first to its row i, and to its column j. */
+INLINE int row_of(int i)
 {
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-            acc[i][j] = 0.0f;
+    return i / 2 * 16 + i % 2;
 }
 
-/* acc += slice i - 1 of [k; q] times the state. Meanwhile slice i is read, or the first of the triangles, and a part of
- * the values. */
-template <bool VALUES>
-INLINE void read_state(float (&acc)[8][4], pass_thread &p, const gdn_chunk_args &a, float *s, int &now,
-                       const float *state, float *v, const float *triangle, int chunk, int i)
+INLINE int col_of(int j)
 {
-    bool more = i * SLICE < (int)a.dk;
-    float4 value;
-    if (VALUES)
-        value = p.fetch_values(a, chunk, i - 1);
-    if (more)
-        p.fetch_rows();
-    else
-        p.fetch_triangle(triangle);
-    add_columns<SLAB, SLICE>(acc, s + now + p.row, p.second, CHUNK, state + (i - 1) * SLICE * SLAB + p.lane);
-    now = BUFFER - now;
-    if (more)
-        p.stash_rows(s + now);
-    else
-        p.stash_triangle(s + now);
-    if (VALUES)
-        p.stash_values(v, value, i - 1);
-    __syncthreads();
+    return j / 2 * 8 + j % 2;
 }
 
-/* beta (v - decay k S) where v was, the sums over k S to zero; those over q S decayed. */
-INLINE void take_errors(float (&acc)[8][4], const pass_thread &p, float *v, const float *gates)
+/* Columns j and j + 1 of row i of what a lane has of a tile in shared memory. */
+INLINE float2 *pair_of(float *tile, int i, int j)
 {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        float decay = gates[DECAY + p.row_of(i)], beta = gates[BETA + p.row_of(i)];
-        float *at = v + p.row_of(i) * SLAB + p.lane;
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            at[column_of(j)] = beta * fmaf(-decay, acc[i][j], at[column_of(j)]);
-            acc[i][j] = 0.0f;
-            acc[i + 4][j] *= decay;
-        }
-    }
+    return (float2 *)(tile + row_of(i) * SLAB + col_of(j));
 }
 
-INLINE void put_deltas(const float (&acc)[8][4], const pass_thread &p, float *v)
+INLINE void clear(float (&acc)[4][4])
 {
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
         for (int j = 0; j < 4; j++)
-            v[p.row_of(i) * SLAB + p.lane + column_of(j)] = acc[i][j];
+            acc[i][j] = 0.0f;
 }
 
-INLINE void store_outputs(const float (&acc)[8][4], const gdn_chunk_args &a, const pass_thread &p, int chunk)
+INLINE void add_row(float (&acc)[4], float x, float2 left, float2 right)
+{
+    acc[0] = fmaf(x, left.x, acc[0]);
+    acc[1] = fmaf(x, left.y, acc[1]);
+    acc[2] = fmaf(x, right.x, acc[2]);
+    acc[3] = fmaf(x, right.y, acc[3]);
+}
+
+/* acc += x y over 8 steps; a step is LD floats of x and a row of the slab at y. */
+template <int LD> INLINE void add_steps(float (&acc)[4][4], const float *x, const float *y)
 {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        int token = chunk * CHUNK + p.row_of(i) - (int)a.open;
-        if (token < 0 || token >= (int)a.tokens)
-            continue;
-        float *o = a.o + ((int64_t)token * (int)a.v_heads + p.head) * (int)a.dv + p.column + p.lane;
-        *(float2 *)o = make_float2(acc[i + 4][0], acc[i + 4][1]);
-        *(float2 *)(o + 16) = make_float2(acc[i + 4][2], acc[i + 4][3]);
+    for (int k = 0; k < STEPS; k++) {
+        float2 left = *(const float2 *)(y + k * SLAB), right = *(const float2 *)(y + k * SLAB + col_of(2));
+        float2 first = *(const float2 *)(x + k * LD), second = *(const float2 *)(x + k * LD + row_of(2));
+        add_row(acc[0], first.x, left, right);
+        add_row(acc[1], first.y, left, right);
+        add_row(acc[2], second.x, left, right);
+        add_row(acc[3], second.y, left, right);
     }
 }
 
-/* state = decay state + acc, whose pairs of rows are GROUP apart */
-INLINE void move_state(float *state, float decay, const float (&acc)[8][4], const pass_thread &p)
+INLINE void put_sums(const float (&acc)[4][4], float *tile)
 {
-    state += (p.warp * 32 + p.row % GROUP) * SLAB + p.lane;
 #pragma unroll
-    for (int i = 0; i < 8; i++)
+    for (int i = 0; i < 4; i++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            float *at = state + (i / 2 * GROUP + i % 2) * SLAB + column_of(j);
-            *at = fmaf(decay, *at, acc[i][j]);
+        for (int j = 0; j < 4; j += 2)
+            *pair_of(tile, i, j) = make_float2(acc[i][j], acc[i][j + 1]);
+}
+
+INLINE void take_sums(float (&acc)[4][4], float *tile)
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) {
+            acc[i][j] += pair_of(tile, i, j)->x;
+            acc[i][j + 1] += pair_of(tile, i, j)->y;
         }
 }
 
-/* The slab in device memory of a state in shared memory. */
-INLINE float *slab_of(float *state, const gdn_chunk_args &a, const pass_thread &p, int i)
+/* The tile = by tile + sign acc; also to rows of SIDE floats at `copy`, if there is one. */
+INLINE void move_tile(const float (&acc)[4][4], float *tile, float by, float sign, float *copy)
 {
-    return state + ((int64_t)p.head * (int)a.dk + i / SLAB) * (int)a.dv + p.column + i % SLAB;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) {
+            float2 old = *pair_of(tile, i, j);
+            float2 next = make_float2(fmaf(by, old.x, sign * acc[i][j]), fmaf(by, old.y, sign * acc[i][j + 1]));
+            *pair_of(tile, i, j) = next;
+            if (copy)
+                *(float2 *)(copy + row_of(i) * SIDE + col_of(j)) = next;
+        }
 }
 
-INLINE void store_state(float *to, const gdn_chunk_args &a, const pass_thread &p, const float *state)
+/* A slice on its way, two quads a thread. */
+struct pass_slice {
+    float4 first, second;
+
+    __device__ __forceinline__ void fetch(const float *from)
+    {
+        int at = 4 * (int)threadIdx.x;
+        first = read_quad(from + at);
+        second = read_quad(from + at + 4 * BLOCK);
+    }
+
+    __device__ __forceinline__ void stash(float *s) const
+    {
+        int at = 4 * (int)threadIdx.x;
+        write_quad(s + at, first);
+        write_quad(s + at + 4 * BLOCK, second);
+    }
+};
+
+/* `coming`, which is to be the next slice, goes into the half of s that is not in use, and the third to come, at `from` if
+ * that is no negative place, is read in its stead: given before the barrier behind this, so that it has two slices' time
+ * to arrive. */
+INLINE void turn(pass_slice &coming, const float *own, int from, float *s, int &now)
+{
+    now = SLICE - now;
+    coming.stash(s + now);
+    if (from >= 0)
+        coming.fetch(own + from);
+}
+
+/* Floats 4 i .. 4 i + 3 of a slab in shared memory in a state with so many columns in device memory. */
+INLINE float *quad_of(float *state, int i, int columns)
+{
+    return state + i / (SLAB / 4) * columns + i % (SLAB / 4) * 4;
+}
+
+INLINE void copy_state(float *to, int columns, const float *state, int dk)
 {
 #pragma unroll 1
-    for (int i = p.t; i < (int)a.dk * SLAB; i += BLOCK)
-        *slab_of(to, a, p, i) = state[i];
+    for (int i = fresh_thread(); i < dk * (SLAB / 4); i += BLOCK)
+        write_quad(quad_of(to, i, columns), read_quad(state + 4 * i));
 }
 
-/* Chunk after chunk, a block a slab of columns of a head's values; its state stays in shared memory. Every slice is
- * read into registers while the one before is multiplied, and stashed behind that: one barrier a slice. */
+/* This thread's quad of a chunk's U, in the slab's columns. */
+INLINE float4 fetch_values(const float *own, int column)
+{
+    int t = fresh_thread();
+    return read_quad(own + VALUES + t / (SLAB / 4) * SIDE + column + t % (SLAB / 4) * 4);
+}
+
+/* Chunk after chunk, a block a slab of columns of a head's values; its state stays in shared memory. dk / 32 slices of W,
+ * of which a pair of warps takes a quarter of the columns each, then four of k, of which four warps take half of the keys
+ * each. Slices are read into registers while those before them are multiplied, by turns into two places (copied from one to
+ * the other, they would have to be there): one barrier a slice. */
 extern "C" __global__ __launch_bounds__(BLOCK) void gdn_chunk_pass(gdn_chunk_args a)
 {
-    __shared__ float4 slices[2 * BUFFER / 4], state4[SIDE * SLAB / 4], values4[CHUNK * SLAB / 4];
-    __shared__ float gates[3 * CHUNK];
-    float *s = (float *)slices, *state = (float *)state4, *v = (float *)values4, acc[8][4];
-    pass_thread p(a);
-    int now = 0, chunk = (int)a.first_chunk, end = chunk + (int)a.chunks, row_slices = (int)a.dk / SLICE;
-    const float *own = scratch_of(a, chunk, p.head);
-    for (int i = p.t; i < (int)a.dk * SLAB; i += BLOCK)
-        state[i] = *slab_of(a.state, a, p, i);
-    p.begin_chunk(a, chunk);
-    p.stash_rows(s);
+    __shared__ float4 slices[2 * SLICE / 4], state4[SIDE * SLAB / 4], values4[CHUNK * SLAB / 4];
+    float *s = (float *)slices, *state = (float *)state4, *v = (float *)values4, acc[4][4];
+    int head = (int)blockIdx.y, column = (int)blockIdx.x * SLAB, dk = (int)a.dk, dv = (int)a.dv;
+    int now = 0, chunk = (int)a.first_chunk, following = (int)a.v_heads * GDN_CHUNK_SCRATCH;
+    pass_slice one, other;
+    float *own = scratch_of(a, chunk, head), *slab = a.state + (int64_t)head * dk * dv + column;
+    for (int i = (int)threadIdx.x; i < dk * (SLAB / 4); i += BLOCK)
+        write_quad(state + 4 * i, read_quad(quad_of(slab, i, dv)));
+    float4 u = fetch_values(own, column);
+    one.fetch(own + KEYS);
+    one.stash(s);
+    one.fetch(own + KEYS + SLICE);
+    other.fetch(own + KEYS + 2 * SLICE);
     __syncthreads();
+    copy_state(own + STATE + column, SIDE, state, dk);
 #pragma unroll 1
-    for (;;) {
-        bool whole = exists(a, chunk * CHUNK + CHUNK - 1);
+    for (int left = (int)a.chunks;; left--) {
+        bool whole = exists(a, chunk * CHUNK + CHUNK - 1), more = left > 1;
+        int t = fresh_thread(), warp = t / 32, quarter = warp / 2, row = warp % 2 * WARP_ROWS + lane_row(t);
+        int next = KEYS + 3 * SLICE, k = STAGE, x = quarter * STEPS * CHUNK + row;
+        const float *y = state + quarter * STEPS * SLAB + lane_col(t);
+        /* W S; U to its place */
         clear(acc);
-        p.renew();
-        /* k S and q S; gates and values to their places on the way */
-        float gate = own[GATES + p.t], second_gate = p.t < CHUNK ? own[GATES + BLOCK + p.t] : 0.0f;
+        write_quad(v + 4 * t, u);
 #pragma unroll 1
-        for (int i = 1; i <= 4; i++)
-            read_state<true>(acc, p, a, s, now, state, v, own, chunk, i);
-        gates[p.t] = gate;
-        if (p.t < CHUNK)
-            gates[BLOCK + p.t] = second_gate;
-#pragma unroll 1
-        for (int i = 5; i <= row_slices; i++)
-            read_state<false>(acc, p, a, s, now, state, v, own, chunk, i);
-        __syncthreads();
-        take_errors(acc, p, v, gates);
-        __syncthreads();
-        p.renew();
-        /* what every token adds to the state */
-#pragma unroll 1
-        for (int i = 1; i <= 4; i++) {
-            p.fetch_triangle(own + i * TRIANGLE); /* the fourth begins the other triangle */
-            p.add_triangle<0>(acc, s + now, v, i - 1);
-            now = BUFFER - now;
-            p.stash_triangle(s + now);
+        for (; k < dk; k += 2 * STAGE, next += 2 * SLICE, y += 2 * STAGE * SLAB) {
+            add_steps<CHUNK>(acc, s + now + x, y);
+            turn(one, own, next, s, now);
+            __syncthreads();
+            add_steps<CHUNK>(acc, s + now + x, y + STAGE * SLAB);
+            turn(other, own, next + SLICE, s, now);
             __syncthreads();
         }
-        put_deltas(acc, p, v);
-        __syncthreads();
-        p.renew();
-        /* outputs */
-#pragma unroll 1
-        for (int i = 1; i <= 4; i++) {
-            if (i < 4)
-                p.fetch_triangle(own + ATTEND + i * TRIANGLE);
-            else
-                p.fetch_keys(a, chunk, 0);
-            p.add_triangle<4>(acc, s + now, v, i - 1);
-            now = BUFFER - now;
-            if (i < 4)
-                p.stash_triangle(s + now);
-            else
-                p.stash_keys(s + now, gates + REST, 0);
+        if (k == dk) { /* an odd number of them */
+            add_steps<CHUNK>(acc, s + now + x, y);
+            turn(one, own, next, s, now);
+            pass_slice swap = one;
+            one = other;
+            other = swap;
+            next += SLICE;
             __syncthreads();
         }
-        store_outputs(acc, a, p, chunk);
+        /* V = ((U - third quarters) - first) - (zeroth + second); the half of s that is not in use holds the second */
+        float *mine = v + row * SLAB + lane_col(t), *spare = s + SLICE - now + row * SLAB + lane_col(t);
+        if (quarter == 3)
+            move_tile(acc, mine, 1.0f, -1.0f, 0);
+        if (quarter == 2)
+            put_sums(acc, spare);
+        __syncthreads();
+        if (quarter == 1)
+            move_tile(acc, mine, 1.0f, -1.0f, 0);
+        if (quarter == 0)
+            take_sums(acc, spare);
+        __syncthreads();
+        if (quarter == 0)
+            move_tile(acc, mine, 1.0f, -1.0f, own + VALUES + row * SIDE + column + lane_col(t));
+        __syncthreads();
         if (!whole)
-            store_state(a.state, a, p, state);
+            copy_state(slab, dv, state, dk);
         if (!whole && !a.final_state)
             return;
-        p.renew();
-        /* the state at the chunk's end */
-        bool more = chunk + 1 < end;
+        /* the state at the chunk's end; the last three slices on the way are the next chunk's */
         clear(acc);
+        t = fresh_thread();
+        warp = t / 32;
+        row = warp % 4 * WARP_ROWS + lane_row(t);
+        bool works = warp % 4 * WARP_ROWS < dk;
+        x = warp / 4 * STEPS * SIDE + row;
+        y = v + warp / 4 * STEPS * SLAB + lane_col(t);
+        int after = more ? following + KEYS : -1;
+        if (more)
+            u = fetch_values(own + following, column);
 #pragma unroll 1
-        for (int i = 1; i <= CHUNK / SLICE; i++) {
-            if (i < CHUNK / SLICE)
-                p.fetch_keys(a, chunk, i);
-            else if (more)
-                p.begin_chunk(a, chunk + 1);
-            if (p.warp * 32 < (int)a.dk)
-                add_columns<SLAB, SLICE>(acc, s + now + p.warp * 32 + p.row % GROUP, GROUP, 2 * GROUP,
-                                         v + (i - 1) * SLICE * SLAB + p.lane);
-            now = BUFFER - now;
-            if (i < CHUNK / SLICE)
-                p.stash_keys(s + now, gates + REST, i);
-            else if (more)
-                p.stash_rows(s + now);
+        for (int i = 0;; i++, y += 2 * KEY_ROWS * SLAB) {
+            if (works)
+                add_steps<SIDE>(acc, s + now + x, y);
+            turn(one, own, next, s, now);
+            __syncthreads();
+            if (works)
+                add_steps<SIDE>(acc, s + now + x, y + KEY_ROWS * SLAB);
+            turn(other, own, after, s, now);
+            if (i > 0)
+                break;
+            next = more ? after + SLICE : -1;
+            after = more ? after + 2 * SLICE : -1;
             __syncthreads();
         }
-        move_state(state, gates[DECAY + CHUNK - 1], acc, p);
+        /* decay times it plus the keys' second halves, plus the first */
+        mine = state + row * SLAB + lane_col(t);
+        if (works && warp >= 4)
+            move_tile(acc, mine, own[GATES + DECAY + CHUNK - 1], 1.0f, 0);
+        __syncthreads();
+        own += following;
+        if (works && warp < 4)
+            move_tile(acc, mine, 1.0f, 1.0f, more ? own + STATE + row * SIDE + column + lane_col(t) : 0);
         __syncthreads();
         if (!more)
             break;
         chunk++;
-        own += (int)a.v_heads * GDN_CHUNK_SCRATCH;
     }
     if (exists(a, chunk * CHUNK + CHUNK - 1))
-        store_state(a.state, a, p, state);
+        copy_state(slab, dv, state, dk);
     if (a.final_state)
-        store_state(a.final_state, a, p, state);
-}
-
-/* The rows of the chunk that is open now. */
-extern "C" __global__ __launch_bounds__(CARRY_BLOCK) void gdn_chunk_carry(gdn_chunk_args a)
-{
-    int64_t to = blockIdx.x, t = threadIdx.x, rows = a.open + a.tokens, row = rows / CHUNK * CHUNK + to - a.open;
-    if (row < 0)
-        return; /* carried before, and at its place */
-    for (int64_t i = t; i < a.k_heads * a.dk; i += CARRY_BLOCK)
-        a.open_k[to * a.k_heads * a.dk + i] = a.k[row * a.k_heads * a.dk + i];
-    for (int64_t i = t; i < a.v_heads * a.dv; i += CARRY_BLOCK)
-        a.open_v[to * a.v_heads * a.dv + i] = a.v[row * a.v_stride + i];
-    for (int64_t i = t; i < a.v_heads; i += CARRY_BLOCK) {
-        a.open_g[to * a.v_heads + i] = a.g[row * a.v_heads + i];
-        a.open_beta[to * a.v_heads + i] = a.beta[row * a.v_heads + i];
-    }
+        copy_state(a.final_state + (int64_t)head * dk * dv + column, dv, state, dk);
 }

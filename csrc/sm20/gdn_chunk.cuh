@@ -1,14 +1,12 @@
-/* What the kernels of the chunked delta rule share: where rows and scratch are, a thread's part of a product. */
+/* What the kernels of the chunked delta rule share: where rows and scratch are. */
 #ifndef FERMI_GDN_CHUNK_CUH
 #define FERMI_GDN_CHUNK_CUH
 
 #include "fermi.cuh"
 
 #define CHUNK 64
-#define SLICE 8        /* columns or rows of an operand that shared memory holds at a time, in two buffers */
-#define SIDE 128       /* rows of a slice: 64 of k and 64 of q, or the columns of k */
-#define LD (SIDE + 4)  /* 4 more than a multiple of 8: the 32 writes of a warp that transposes meet 32 banks */
-#define BUFFER (SLICE * LD)
+#define SIDE 128 /* most keys and values of a head; the pitch of what scratch holds by rows */
+#define STAGE 32 /* steps of a product whose operands shared memory holds at a time */
 
 /* threadIdx.x as a number that compilers do not know yet: what is made of it is not kept in registers across loops. */
 INLINE int fresh_thread()
@@ -16,49 +14,6 @@ INLINE int fresh_thread()
     int t = (int)threadIdx.x;
     asm volatile("" : "+r"(t));
     return t;
-}
-
-/* A warp's lanes stand 4 high and 8 wide; a lane has pairs of rows, and four columns in pairs 16 apart. The lowest lane
- * bit counts rows and the next columns: each 64-bit load then has neighbours that want the same words, which newer
- * cards serve in one pass. */
-INLINE int lane_row(int t)
-{
-    return 2 * ((t & 1) | ((t >> 1) & 2));
-}
-
-INLINE int lane_col(int t)
-{
-    return 2 * (((t >> 1) & 1) | ((t >> 2) & 6));
-}
-
-/* Column j of a lane's four, from its first on. */
-INLINE int column_of(int j)
-{
-    return j / 2 * 16 + j % 2;
-}
-
-INLINE void add_row(float (&acc)[4], float x, float2 left, float2 right)
-{
-    acc[0] = fmaf(x, left.x, acc[0]);
-    acc[1] = fmaf(x, left.y, acc[1]);
-    acc[2] = fmaf(x, right.x, acc[2]);
-    acc[3] = fmaf(x, right.y, acc[3]);
-}
-
-/* acc += x y over DEPTH columns, its pairs of rows at x, x + second, x + third and x + second + third. */
-template <int LDY, int DEPTH>
-INLINE void add_columns(float (&acc)[8][4], const float *x, int second, int third, const float *y)
-{
-#pragma unroll
-    for (int k = 0; k < DEPTH; k++) {
-        float2 left = *(const float2 *)(y + k * LDY), right = *(const float2 *)(y + k * LDY + 16);
-#pragma unroll
-        for (int p = 0; p < 4; p++) {
-            float2 pair = *(const float2 *)(x + k * LD + (p & 1) * second + (p >> 1) * third);
-            add_row(acc[2 * p], pair.x, left, right);
-            add_row(acc[2 * p + 1], pair.y, left, right);
-        }
-    }
 }
 
 /* Rows count from the last chunk boundary: `open` carried ones, then the tokens of this call. What stands for rows
@@ -82,6 +37,12 @@ INLINE const float *key_row(const gdn_chunk_args &a, int row, int key_head)
     return row_at(a, row, a.open_k + at, stride, a.k + at, stride);
 }
 
+INLINE const float *value_row(const gdn_chunk_args &a, int row, int head)
+{
+    int at = head * (int)a.dv;
+    return row_at(a, row, a.open_v + at, (int)a.v_heads * (int)a.dv, a.v + at, (int)a.v_stride);
+}
+
 /* Nothing asks for the outputs of carried rows: any row stands for them. */
 INLINE const float *query_row(const gdn_chunk_args &a, int row, int key_head)
 {
@@ -94,20 +55,48 @@ INLINE bool exists(const gdn_chunk_args &a, int row)
     return row < (int)a.open + (int)a.tokens;
 }
 
-INLINE void stash_transposed(float *s, float4 v)
+INLINE int key_head_of(const gdn_chunk_args &a, int head)
 {
-    s[0] = v.x;
-    s[LD] = v.y;
-    s[2 * LD] = v.z;
-    s[3 * LD] = v.w;
+    return head / ((int)a.v_heads / (int)a.k_heads);
 }
 
-/* Scratch of a chunk and value head: T and A by columns, then exp(c_i), exp(c_63 - c_i) and beta of each row. */
-#define ATTEND (CHUNK * CHUNK)
-#define GATES (2 * CHUNK * CHUNK)
+/* Four floats, each by name: clang keeps a float4 that is only passed on in local memory. */
+INLINE float4 read_quad(const float *p)
+{
+    float4 v = *(const float4 *)p;
+    return make_float4(v.x, v.y, v.z, v.w);
+}
+
+INLINE void write_quad(float *p, float4 v)
+{
+    *(float4 *)p = make_float4(v.x, v.y, v.z, v.w);
+}
+
+/* Four floats of a row into a column each, `ld` apart. */
+INLINE void stash_transposed(float *s, int ld, float4 v)
+{
+    s[0] = v.x;
+    s[ld] = v.y;
+    s[2 * ld] = v.z;
+    s[3 * ld] = v.w;
+}
+
+INLINE float4 times(float4 v, float by)
+{
+    return make_float4(v.x * by, v.y * by, v.z * by, v.w * by);
+}
+
+/* Scratch of a chunk and value head: A by columns; exp(c_i), exp(c_63 - c_i) and beta of each row; W by columns and behind
+ * it k decayed to the chunk's end, by rows; U by rows, in whose place V comes; the state that the chunk begins with, in
+ * whose place T stands by columns before. */
+#define ATTEND 0
+#define GATES (CHUNK * CHUNK)
 #define DECAY 0
 #define REST CHUNK
 #define BETA (2 * CHUNK)
+#define KEYS (GATES + 3 * CHUNK)
+#define VALUES (KEYS + 2 * SIDE * CHUNK)
+#define STATE (VALUES + CHUNK * SIDE)
 
 INLINE float *scratch_of(const gdn_chunk_args &a, int chunk, int head)
 {

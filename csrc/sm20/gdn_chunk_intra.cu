@@ -1,42 +1,90 @@
 #include "gdn_chunk.cuh"
 
 #define BLOCK 256
-#define HALF (SLICE / 2) /* columns at a time: more would not fit the registers */
+#define LD (SIDE + 4) /* 4 more than a multiple of 8: the 32 writes of a warp that transposes meet 32 banks */
 #define LDM (CHUNK + 1)
 #define CORNER 16
 #define LDZ (2 * CORNER + 1)
 #define LOWEST -128.0f /* of g: exp is 0 from -104 down, also after such a token; keeps sums of g finite */
 
+/* A warp's lanes stand 4 high and 8 wide; a lane has pairs of rows, and four columns in pairs 16 apart. The lowest lane
+ * bit counts rows and the next columns: each 64-bit load then has neighbours that want the same words, which newer
+ * cards serve in one pass. */
+INLINE int lane_row(int t)
+{
+    return 2 * ((t & 1) | ((t >> 1) & 2));
+}
+
+INLINE int lane_col(int t)
+{
+    return 2 * (((t >> 1) & 1) | ((t >> 2) & 6));
+}
+
+/* Column j of a lane's four, from its first on. */
+INLINE int column_of(int j)
+{
+    return j / 2 * 16 + j % 2;
+}
+
+INLINE void add_row(float (&acc)[4], float x, float2 left, float2 right)
+{
+    acc[0] = fmaf(x, left.x, acc[0]);
+    acc[1] = fmaf(x, left.y, acc[1]);
+    acc[2] = fmaf(x, right.x, acc[2]);
+    acc[3] = fmaf(x, right.y, acc[3]);
+}
+
+/* acc += x y over 4 steps, the pairs of rows 8 apart. */
+INLINE void add_steps(float (&acc)[8][4], const float *x, const float *y)
+{
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        float2 left = *(const float2 *)(y + k * LD), right = *(const float2 *)(y + k * LD + 16);
+#pragma unroll
+        for (int p = 0; p < 4; p++) {
+            float2 pair = *(const float2 *)(x + k * LD + 8 * p);
+            add_row(acc[2 * p], pair.x, left, right);
+            add_row(acc[2 * p + 1], pair.y, left, right);
+        }
+    }
+}
+
 /* acc = [k; q] k^T: this warp's 32 rows (0..63 of k, 64..127 of q) by 32 columns. */
-INLINE void multiply_keys(float (&acc)[8][4], const gdn_chunk_args &a, float *slices, int chunk, int key_head, int rows,
+INLINE void multiply_keys(float (&acc)[8][4], const gdn_chunk_args &a, float *stage, int chunk, int key_head, int rows,
                           int cols, bool works)
 {
-    int t = (int)threadIdx.x, row = t / 2, part = t % 2 * 4, count = (int)a.dk / SLICE, now = 0;
-    int at = chunk * CHUNK + row % CHUNK;
+    int t = (int)threadIdx.x, row = t / 2, part = t % 2 * 4, at = chunk * CHUNK + row % CHUNK;
     const float *source = row < CHUNK ? key_row(a, at, key_head) : query_row(a, at, key_head);
-    float *to = slices + part * LD + row;
+    const float *x = stage + rows + lane_row(t), *y = stage + cols + lane_col(t);
+    float *to = stage + part * LD + row;
     source += part;
-    stash_transposed(to, *(const float4 *)source);
-    __syncthreads();
 #pragma unroll 1
-    for (int s = 1; s <= count; s++) {
-        source += s < count ? SLICE : 0;
-        float4 next = *(const float4 *)source; /* the last slice twice, once for nothing */
+    for (int left = (int)a.dk; left > 0; left -= STAGE) {
+        float4 next[STAGE / 8];
+#pragma unroll
+        for (int i = 0; i < STAGE / 8; i++)
+            next[i] = *(const float4 *)(source + 8 * i);
+        source += STAGE;
+#pragma unroll
+        for (int i = 0; i < STAGE / 8; i++)
+            stash_transposed(to + 8 * i * LD, LD, next[i]);
+        __syncthreads();
         if (works) {
-#pragma unroll 1
-            for (int k = now; k < now + BUFFER; k += HALF * LD)
-                add_columns<LD, HALF>(acc, slices + k + rows + lane_row(t), 8, 16, slices + k + cols + lane_col(t));
+#pragma unroll 2
+            for (int k = 0; k < STAGE; k += 4)
+                add_steps(acc, x + k * LD, y + k * LD);
         }
-        now = BUFFER - now;
-        stash_transposed(to + now, next);
         __syncthreads();
     }
 }
 
-/* Sums of g since the chunk's begin, in double: differences of them are small, the sums may be far larger. */
-INLINE void sum_gates(const gdn_chunk_args &a, float *gates, int chunk, int head, float *g, float *beta, double *c)
+/* Sums of g since the chunk's begin, in double: differences of them are small, the sums may be far larger. A sum is that
+ * of its eight rows up to its own, then those of the eights before, in order. */
+INLINE void sum_gates(const gdn_chunk_args &a, float *gates, int chunk, int head, float *g, float *beta, double *c,
+                      double *eights)
 {
     int t = (int)threadIdx.x;
+    double sum = 0.0;
     if (t < CHUNK) {
         int row = chunk * CHUNK + t, stride = (int)a.v_heads;
         float x = *row_at(a, row, a.open_g + head, stride, a.g + head, stride);
@@ -47,9 +95,15 @@ INLINE void sum_gates(const gdn_chunk_args &a, float *gates, int chunk, int head
     }
     __syncthreads();
     if (t < CHUNK) {
-        double sum = 0.0;
-        for (int i = 0; i <= t; i++)
+        for (int i = t & ~7; i <= t; i++)
             sum += g[i];
+        if (t % 8 == 7)
+            eights[t / 8] = sum;
+    }
+    __syncthreads();
+    if (t < CHUNK) {
+        for (int i = 0; i < t / 8; i++)
+            sum += eights[i];
         c[t] = sum;
     }
     __syncthreads();
@@ -143,9 +197,9 @@ INLINE void invert(float *m, float *z)
 
 extern "C" __global__ __launch_bounds__(BLOCK) void gdn_chunk_intra(gdn_chunk_args a)
 {
-    __shared__ float4 shared[(CHUNK * LDM + 3) / 4]; /* the slices, then the system */
+    __shared__ float4 shared[STAGE * LD / 4]; /* a stage of the products, then the system */
     __shared__ float z[2 * CORNER * LDZ], g[CHUNK], beta[CHUNK];
-    __shared__ double c[CHUNK];
+    __shared__ double c[CHUNK], eights[CHUNK / 8];
     int chunk = (int)a.first_chunk + (int)blockIdx.x, key_head = (int)blockIdx.y;
     int group = (int)a.v_heads / (int)a.k_heads;
     int warp = (int)threadIdx.x / 32, rows = warp % 4 * 32, cols = warp / 4 * 32;
@@ -155,14 +209,14 @@ extern "C" __global__ __launch_bounds__(BLOCK) void gdn_chunk_intra(gdn_chunk_ar
 #pragma unroll 1
     for (int head = key_head * group; head < (key_head + 1) * group; head++) {
         float *out = scratch_of(a, chunk, head);
-        sum_gates(a, out + GATES, chunk, head, g, beta, c);
+        sum_gates(a, out + GATES, chunk, head, g, beta, c, eights);
         if (works)
             put_products(acc, m, out + ATTEND, beta, c, rows, cols);
         __syncthreads();
         invert(m, z);
 #pragma unroll 1
         for (int at = fresh_thread(); at < CHUNK * CHUNK; at += BLOCK)
-            out[at] = at / CHUNK <= at % CHUNK ? m[at % CHUNK * LDM + at / CHUNK] : 0.0f;
+            out[STATE + at] = at / CHUNK <= at % CHUNK ? m[at % CHUNK * LDM + at / CHUNK] : 0.0f;
         __syncthreads();
     }
 }

@@ -317,20 +317,24 @@ ENTRY(gdn_step, gdn_step, gdn_step_args)
  * With c_i = g_0 + .. + g_i within a chunk (in double; g is held to -128, since exp gives 0 from -104 down) and
  * D_ij = exp(c_i - c_j):
  *   T = (I + strict_lower(beta_i k_i.k_j D_ij))^-1,  A = lower(q_i.k_j D_ij),
- *   R = beta (v - exp(c_i) k S),  V = T R,  o = exp(c_i) q S + A V,
- *   S = exp(c_63) S + sum_j (exp(c_63 - c_j) k_j) (x) V_j.
- * Every sum is one chain of fmaf in rising order of its index, but for T: corners of 16 rows by forward substitution,
- * joined to 32 and 64 as -C' (B A'). That of A V begins with exp(c_i) q S; that of S comes to exp(c_63) S at its end.
+ *   U = T (beta v),  W = T (beta exp(c_i) k),
+ *   V = ((U - P_3) - P_1) - (P_0 + P_2),  o = exp(c_i) q S + A V,
+ *   S = (exp(c_63) S + Q_1) + Q_0,
+ * where P_n is the sum W S over the k with k / 8 % 4 = n, and Q_n that of (exp(c_63 - c_j) k_j) (x) V_j over the j with
+ * j / 8 % 2 = n. Every sum is one chain of fmaf in rising order of its index, but for T: corners of 16 rows by forward
+ * substitution, joined to 32 and 64 as -C' (B A'). That of A V begins with exp(c_i) q S; exp(c_63) S + Q_1 is one fmaf.
+ * Only S goes from chunk to chunk.
  *
- * Three kernels, in this order; the first two as often as `scratch` makes it necessary, each time over the next
- * `chunks` of the ceil((open + tokens) / 64) there are, `first_chunk` on:
+ * Four kernels, in this order, as often as `scratch` makes it necessary, each time over the next `chunks` of the
+ * ceil((open + tokens) / 64) there are, `first_chunk` on:
  *   gdn_chunk_intra  grid (chunks, k_heads), block 256: T, A, exp(c_i), exp(c_63 - c_i) and beta into scratch
- *   gdn_chunk_pass   grid (dv / 32, v_heads), block 128: o; state = that at the last boundary now reached;
- *                    final_state, unless NULL, = that after the last of these rows
- *   gdn_chunk_carry  grid ((open + tokens) % 64, if not 0), block 256: rows of the chunk that is open now into open_*
- * dk and dv are multiples of 32 up to 128, v_heads of k_heads; v_stride a multiple of 4; q, k, v, open_k, open_v,
- * scratch aligned to 16 bytes, o and the states to 8. Nothing overlaps. */
-enum { GDN_CHUNK_SCRATCH = 2 * 64 * 64 + 3 * 64 };
+ *   gdn_chunk_solve  grid (chunks, v_heads, 2), block 256: U, W and exp(c_63 - c_j) k_j
+ *   gdn_chunk_pass   grid (dv / 16, v_heads), block 256: V, the state that each chunk begins with; state = that at the
+ *                    last boundary now reached; final_state, unless NULL, = that after the last of these rows
+ *   gdn_chunk_out    grid (chunks, v_heads), block 256: o; rows of the chunk that is open at the end into open_*
+ * dk and dv are multiples of 32 up to 128, v_heads of k_heads; v_stride a multiple of 4; q, k, v, open_k, open_v, the
+ * states and scratch aligned to 16 bytes, o to 8. Nothing overlaps. */
+enum { GDN_CHUNK_SCRATCH = 64 * 64 + 3 * 64 + 3 * 64 * 128 + 128 * 128 };
 
 typedef struct {
     const float *q, *k;            /* [tokens, k_heads, dk], L2-normalised, q scaled */
@@ -344,7 +348,99 @@ typedef struct {
     int64_t tokens, open, k_heads, v_heads, dk, dv, v_stride, first_chunk, chunks;
 } gdn_chunk_args;
 ENTRY(gdn_chunk_intra, gdn_chunk_intra, gdn_chunk_args)
+ENTRY(gdn_chunk_solve, gdn_chunk_solve, gdn_chunk_args)
 ENTRY(gdn_chunk, gdn_chunk_pass, gdn_chunk_args)
-ENTRY(gdn_chunk, gdn_chunk_carry, gdn_chunk_args)
+ENTRY(gdn_chunk_out, gdn_chunk_out, gdn_chunk_args)
+
+/* One token through the layers: what the kernels above do for many, in few launches. Formulas, and where it says so the
+ * bits, are theirs.
+ *
+ * Products with one row, y[n] = W[n, k] f(x), f the identity or rms_norm with offset 1 (own order: below). An element of
+ * y is a sum of parts in index order. Quantised matrices (q8_0: 8 quads of columns a block of 32, q4_0: 4 pairs of quads):
+ * part (s, b, w) is the chain acc = fmaf(d, chain fmaf(x, code, .) over its quad, acc), d the block's scale, over the
+ * blocks whose number is b mod B of the steps (of B blocks) whose number is s mod S, rising; B = 2 (q8_0) or 4 (q4_0),
+ * w the quad of the block, S = token_split(n, k). In q4_0 a part's chain has the quad's low nibbles, then the high ones.
+ * Parts are added in order w fastest, then b; the S sums then in order. f32: 32 parts, lane l the chain over quads l,
+ * l + 32, .. of four, or over elements where k is no multiple of 4. The square sum of the norm: 256 chains over elements
+ * t, t + 256, ..; then 32 sums of 8, t + 32 j in order of j; then those in order.
+ *
+ *   token_gemv         up to four matrices at once; grid (sum over them of ceil(ceil(n / 8) S / 8), of f32 ceil(n / 8))
+ *   token_gemv_swiglu  y0 = silu(y of w0) * (y of w1), matrices alike; grid as for one of them
+ *   token_gemv_wide    w0 alone, quantised, S = 1: any grid, ceil(n / 64) is all
+ * Block 256; dynamic shared memory: k floats rounded up to 4, and 1088 or, for swiglu, 2176 more. Quantised matrices: k a
+ * multiple of 32, w smaller than 4 GiB and aligned to 16; x any; f32 with k a multiple of 4: w aligned to 16. */
+enum { TOKEN_F32 = 0, TOKEN_Q8_0 = 1, TOKEN_Q4_0 = 2 };
+
+typedef struct {
+    const float *x;    /* [k] */
+    const float *norm; /* [k] weight of the norm, or NULL */
+    const void *w0, *w1, *w2, *w3; /* stored matrices, NULL where there are fewer */
+    float *y0, *y1, *y2, *y3;      /* [n] each; none overlaps x */
+    int64_t n0, n1, n2, n3;        /* 0 where there are fewer */
+    int64_t format0, format1, format2, format3;
+    int64_t k;
+    int64_t add; /* 1: y = y + W f(x) */
+    float eps;
+} token_gemv_args;
+ENTRY(token_gemv, token_gemv, token_gemv_args)
+ENTRY(token_gemv, token_gemv_swiglu, token_gemv_args)
+ENTRY(token_gemv, token_gemv_wide, token_gemv_args)
+
+/* One token through the gated delta rule between its projections: conv1d_silu, l2_norm, gdn_gates, gdn_step and
+ * gated_rms_norm to the bit. Grid (k_heads), block 512: a block has the value heads of its key head, one after the
+ * other. dk and dv are multiples of 32 up to 128; tail and state in place. */
+typedef struct {
+    const float *qkv;             /* [2 k_heads dk + v_heads dv]: q, k, v */
+    const float *z, *a, *b;       /* [v_heads dv], [v_heads], [v_heads] */
+    const float *w;               /* [taps, channels of qkv] */
+    const float *A_log, *dt_bias; /* [v_heads] */
+    const float *norm;            /* [dv] */
+    float *tail;                  /* [taps - 1, channels] */
+    float *state;                 /* [v_heads, dk, dv] */
+    float *y;                     /* [v_heads, dv] */
+    int64_t k_heads, v_heads, dk, dv, taps;
+    float l2_eps, norm_eps, q_scale;
+} gdn_token_args;
+ENTRY(gdn_token, gdn_token, gdn_token_args)
+
+/* One token's attention over the cache, the position read on the device. Three kernels in this order:
+ *   token_attention_prepare  grid (heads + kv_heads), block 256: rms_norm with offset 1 and rope, to the bit, of queries
+ *                            into `query` and of keys into the cache at `position`; values there too
+ *   token_attention_part     grid (splits, kv_heads, ceil(heads / kv_heads / 4)), block 256: of 64 absolute positions each,
+ *                            m = max s, l = sum exp(s - m), o = sum exp(s - m) v; s = scale * (8 chains of fmaf over
+ *                            quads c, c + 8, .. of the dimensions, added in order); l: 8 sums of positions p, p + 8, ..
+ *                            added in order; o one chain over positions. Splits behind the position do nothing
+ *   token_attention_merge    grid (heads), block 256: with M = max m over the splits, c = exp(m - M): o and l are chains
+ *                            fmaf(c, ., acc) over the splits in order; y = o * (1 / l) * sigmoid(gate)
+ * head_dim is a multiple of 32 up to 256; tensors aligned to 16 bytes; splits >= position / 64 + 1. */
+typedef struct {
+    const float *query_gate;      /* [heads, 2 head_dim]: a head's query, its gate */
+    const float *key, *value;     /* [kv_heads, head_dim] */
+    const float *q_norm, *k_norm; /* [head_dim] */
+    const float *cos, *sin;       /* [half] of the position */
+    const int32_t *position;      /* [1] */
+    float *query;                 /* [heads, head_dim] */
+    float *k_cache, *v_cache;     /* [kv_heads, capacity, head_dim] */
+    float *part_o;                /* [splits, heads, head_dim] */
+    float *part_m, *part_l;       /* [splits, heads] */
+    float *y;                     /* [heads, head_dim] */
+    int64_t heads, kv_heads, head_dim, half, capacity;
+    float eps, scale;
+} token_attention_args;
+ENTRY(token_attention, token_attention_prepare, token_attention_args)
+ENTRY(token_attention, token_attention_part, token_attention_args)
+ENTRY(token_attention, token_attention_merge, token_attention_args)
+
+/* The index of the largest of n floats; of equal ones the lowest, NaN counts as lowest, -1 where all are. Two kernels:
+ *   argmax_part   grid (parts), block 256, parts <= 256   argmax_join   grid (1), block 256 */
+typedef struct {
+    const float *x;      /* [n], n < 2^31 */
+    float *part_x;       /* [parts] */
+    int32_t *part_index; /* [parts] */
+    int32_t *index;      /* [1] */
+    int64_t n, parts;
+} argmax_args;
+ENTRY(argmax, argmax_part, argmax_args)
+ENTRY(argmax, argmax_join, argmax_args)
 
 #endif

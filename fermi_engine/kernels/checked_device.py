@@ -5,14 +5,15 @@ from __future__ import annotations
 import bisect
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from fermi_engine.errors import DeviceError, DeviceMemoryError
 from fermi_engine.kernels import sm20
-from fermi_engine.kernels.gpu import DeviceBuffer, Dim, Faults, Stream, Work
+from fermi_engine.kernels.gpu import DeviceBuffer, Dim, Faults, Recording, Stream, Work
 
 # Compute capability 2.0, the floor: enforced on every device, so that what runs anywhere runs there.
 MAX_BLOCK = (1024, 1024, 64)
@@ -35,6 +36,7 @@ class CheckedDevice(ABC):
         self._addresses: list[int] = []  # of _buffers, rising
         self._buffers: dict[int, DeviceBuffer] = {}
         self._page_locked: dict[int, tuple[int, Any]] = {}  # address -> (bytes, whatever keeps it)
+        self._recording: Recording | None = None
 
     def alloc(self, nbytes: int, name: str = "buffer") -> DeviceBuffer:
         if nbytes < 1:
@@ -102,8 +104,8 @@ class CheckedDevice(ABC):
             self._d2d(to, come, nbytes, stream, label or dst.name)
 
     def memset(self, dst: DeviceBuffer, value: int, nbytes: int, stream: Stream, offset: int = 0) -> None:
-        if not 0 <= value <= 255:
-            raise ValueError(f"memset to {value}")
+        if not 0 <= value <= 255 or self._recording is not None:
+            raise ValueError(f"memset to {value}, or within record")
         address = self._area(dst, offset, nbytes)
         if nbytes:
             self._memset(address, value, nbytes, stream, f"memset {dst.name}")
@@ -116,15 +118,45 @@ class CheckedDevice(ABC):
             if args[name] is not None:
                 self._check_pointer(entry, name, sm20.address_of(args[name]))
         check_limits(entry, grid, block, self._needs(found), shared_bytes, len(packed))
+        row = found, grid, block, shared_bytes, packed, work or Work(), label or entry
+        if self._recording is not None:
+            self._recording.rows.append(row)
+            return
         if self.faults.due("launch"):
-            raise DeviceError(f"{launch_text(entry, grid, block)} failed: failure injected by a test")
+            raise _launch_fault(row)
         self.launched[entry] += 1
-        self._launch(found, grid, block, shared_bytes, packed, stream, work or Work(), label or entry)
+        self._launch(*row[:5], stream, *row[5:])
+
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        if self._recording is not None:
+            raise ValueError("record within record")
+        self._recording = Recording()
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
+
+    def replay(self, recording: Recording, stream: Stream) -> None:
+        failing = self.faults.due_within("launch", len(recording))
+        if failing is None:
+            self._counted_replay(recording, stream)
+            return
+        self._counted_replay(Recording(recording.rows[:failing]), stream)
+        raise _launch_fault(recording.rows[failing])
+
+    def _counted_replay(self, recording: Recording, stream: Any) -> None:
+        self.launched.update(row[0].name for row in recording.rows)
+        self._replay(recording, stream)
+
+    def _replay(self, recording: Recording, stream: Any) -> None:
+        for row in recording.rows:
+            self._launch(*row[:5], stream, *row[5:])
 
     def sgemm(self, m: int, n: int, k: int, a: DeviceBuffer | int, b: DeviceBuffer | int, c: DeviceBuffer | int,
               stream: Stream, b_transposed: bool = True, lda: int | None = None, ldb: int | None = None,
               ldc: int | None = None) -> None:
-        if min(m, n, k) < 1:
+        if min(m, n, k) < 1 or self._recording is not None:
             raise ValueError(f"sgemm of [{m}, {k}] and [{k}, {n}]")
         b_rows, b_columns = (n, k) if b_transposed else (k, n)
         areas = []
@@ -165,6 +197,8 @@ class CheckedDevice(ABC):
             raise DeviceMemoryError(f"page-locking {nbytes} bytes failed: failure injected by a test")
 
     def _copy_fault(self, kind: str, nbytes: int, name: str) -> None:
+        if self._recording is not None:
+            raise ValueError(f"{kind} copy ({name}) within record")
         if self.faults.due("copy"):
             raise DeviceError(f"{kind} copy of {nbytes} bytes ({name}) failed: failure injected by a test")
 
@@ -212,6 +246,10 @@ class CheckedDevice(ABC):
 
     @abstractmethod
     def _sgemm(self, m: int, n: int, k: int, areas: list[tuple[int, int]], b_transposed: bool, stream: Any) -> None: ...
+
+
+def _launch_fault(row: tuple[Any, ...]) -> DeviceError:
+    return DeviceError(f"{launch_text(row[0].name, row[1], row[2])} failed: failure injected by a test")
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:

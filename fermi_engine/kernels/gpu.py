@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -53,6 +54,16 @@ class Span:
     begin_s: float
     end_s: float
     nbytes: int = 0
+
+
+@dataclass
+class Recording:
+    """Launches that were checked when they were recorded: `rows` as their device keeps them."""
+
+    rows: list[Any] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
 
 class Event(Protocol):
@@ -132,6 +143,12 @@ class Device(Protocol):
                work: Work | None = None, label: str = "") -> None:
         """Run an entry point of ops.h. `args` has every field of its struct; pointers are buffers, addresses or None."""
 
+    def record(self) -> AbstractContextManager[Recording]:
+        """Launches given within are checked and kept, on no stream, instead of run; nothing else may be given within."""
+
+    def replay(self, recording: Recording, stream: Stream) -> None:
+        """Run what was recorded, in order. The buffers that its arguments lie in must still be there."""
+
     def sgemm(self, m: int, n: int, k: int, a: DeviceBuffer | int, b: DeviceBuffer | int, c: DeviceBuffer | int,
               stream: Stream, b_transposed: bool = True, lda: int | None = None, ldb: int | None = None,
               ldc: int | None = None) -> None:
@@ -174,6 +191,13 @@ class Faults:
         """Count a call of `kind`; True if it is to fail."""
         self.calls[kind] += 1
         return self.calls[kind] in self._due.get(kind, ())
+
+    def due_within(self, kind: str, count: int) -> int | None:
+        """Count so many calls of `kind`; the index of the first that is to fail, behind which none is counted, or None."""
+        before = self.calls[kind]
+        failing = [nth - before for nth in self._due.get(kind, ()) if before < nth <= before + count]
+        self.calls[kind] += min(failing, default=count)
+        return min(failing) - 1 if failing else None
 
 
 def open_device(kind: str, **options: Any) -> Device:

@@ -18,11 +18,12 @@ from fermi_engine.kernels.gpu import Device, Stream, Work
 BLOCK = 256  # threads of the kernels that walk rows
 MAX_GRID = 65535
 CHUNK = 64  # tokens of the chunked delta rule, at absolute positions
-SCRATCH_FLOATS = 2 * CHUNK * CHUNK + 3 * CHUNK  # GDN_CHUNK_SCRATCH of ops.h: per chunk and value head
-CHUNKS_AT_ONCE = 16  # of gdn_chunk by default, which bounds its scratch: 17 MB with 32 value heads
 SLAB = 32  # value columns of a block of the delta rule
+PASS_SLAB = 16  # of a block of the chunked rule's pass
 MAX_DIM = 128  # of a head of the delta rule
-PASS_BLOCK = 128  # threads of gdn_chunk_pass
+# GDN_CHUNK_SCRATCH of ops.h: floats per chunk and value head.
+SCRATCH_FLOATS = CHUNK * CHUNK + 3 * CHUNK + 3 * CHUNK * MAX_DIM + MAX_DIM * MAX_DIM
+CHUNKS_AT_ONCE = 16  # of gdn_chunk by default, which bounds its scratch: 93 MB with 32 value heads
 # Of a product: rows and columns of a tile, threads.
 LARGE_TILE, SMALL_TILE, ANY_TILE = (64, 128, 256), (32, 64, 128), (64, 64, 256)
 SMALL_TILE_COST = 1.15  # of an element, where one in a large tile costs 1
@@ -68,8 +69,8 @@ class GpuKernels:
 
     def _launch(self, entry: str, grid: tuple[int, ...], threads: int, args: dict[str, Any], flops: float = 0.0,
                 nbytes: float = 0.0) -> None:
-        grid_x, grid_y = (*grid, 1)[:2]
-        self.device.launch(entry, (grid_x, grid_y, 1), (threads, 1, 1), args, self.stream, work=Work(flops, nbytes))
+        grid_x, grid_y, grid_z = (*grid, 1, 1)[:3]
+        self.device.launch(entry, (grid_x, grid_y, grid_z), (threads, 1, 1), args, self.stream, work=Work(flops, nbytes))
 
     def _walk(self, entry: str, blocks: int, args: dict[str, Any], nbytes: float = 0.0) -> None:
         """Kernels that take any grid; no launch for nothing."""
@@ -295,20 +296,22 @@ class GpuKernels:
             count = min(at_once, chunks - first)
             last = final_state if first + count == chunks else None
             self._chunks({**args, "first_chunk": first, "chunks": count, "final_state": last})
-        if rows % CHUNK:
-            self._launch("gdn_chunk_carry", (rows % CHUNK,), BLOCK, args)
         carried.tokens = rows % CHUNK
 
     def _chunks(self, args: dict[str, Any]) -> None:
-        """One turn of gdn_chunk's two kernels; their work counts triangles as halves."""
+        """One turn of gdn_chunk's kernels over the chunks; their work counts triangles as halves."""
         heads, dk, dv, chunks = (args[name] for name in ("v_heads", "dk", "dv", "chunks"))
         rows = chunks * CHUNK
+        wide = 2.0 * rows * heads * dk * dv  # operations of a product of all rows with a state
+        triangle = rows * heads * CHUNK  # of a triangle with a column
         products = 2.0 * rows * CHUNK * (dk * args["k_heads"] + CHUNK / 6 * heads)
-        self._launch("gdn_chunk_intra", (chunks, args["k_heads"]), BLOCK, args, products,
-                     4.0 * rows * heads * (dk + 2 * CHUNK))
-        self._launch("gdn_chunk_pass", (dv // SLAB, heads), PASS_BLOCK, args,
-                     2.0 * rows * heads * (3 * dk + CHUNK) * dv,
-                     8.0 * rows * heads * (dk + dv + CHUNK) + 2 * args["state"].nbytes)
+        self._launch("gdn_chunk_intra", (chunks, args["k_heads"]), BLOCK, args, products, 4.0 * rows * heads * (dk + 2 * CHUNK))
+        self._launch("gdn_chunk_solve", (chunks, heads, 2), BLOCK, args, triangle * (dk + dv),
+                     4.0 * rows * heads * (2 * dk + 2 * dv + CHUNK))
+        self._launch("gdn_chunk_pass", (dv // PASS_SLAB, heads), BLOCK, args, 2 * wide,
+                     4.0 * rows * heads * (2 * dk + 2 * dv) + 4.0 * chunks * heads * dk * dv)
+        self._launch("gdn_chunk_out", (chunks, heads), BLOCK, args, wide + triangle * dv,
+                     4.0 * rows * heads * (dk + 2 * dv + CHUNK) + 4.0 * chunks * heads * dk * dv)
 
 
 def _tile_time(m: int, n: int, tile: tuple[int, int, int], multiprocessors: int) -> int:

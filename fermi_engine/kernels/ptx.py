@@ -33,6 +33,7 @@ CLANG_FLOOR = 14
 NVCC_CEILING = (8, 0)
 FIRST_LINE = "// fermi-engine sm_20 op {op}, sources {sources}, {compiler}"
 TYPE = re.compile(r"typedef\b[^;{]*\{[^}]*\}\s*(\w+)\s*;")
+CONSTANTS = re.compile(r"enum\s*\{([^}]*)\}\s*;")
 ENTRY = re.compile(r"ENTRY\((\w+), \w+, \w+\)")
 STAMP = re.compile(r"\A// fermi-engine sm_20 op (\w+), sources ([0-9a-f]{32}), (.+)\n")
 
@@ -70,10 +71,13 @@ def source_hash(op: str) -> str:
 
 
 def _concerning(op: str, header: str, text: str) -> str:
-    """ops.h without the ENTRY lines of other ops and without the types that `text`, the op's code, and the rest never name."""
+    """ops.h without the ENTRY lines of other ops and without the types and constants that `text`, the op's code, and the rest
+    never name."""
     header = ENTRY.sub(lambda found: found.group(0) if found.group(1) == op else " ", header)
     types = {found.group(1): found.group(0) for found in TYPE.finditer(header)}
-    rest = TYPE.sub(" ", header)
+    for found in CONSTANTS.finditer(header):
+        types |= dict.fromkeys(re.findall(r"(\w+) =", found.group(1)), found.group(0))
+    rest = CONSTANTS.sub(" ", TYPE.sub(" ", header))
     kept: dict[str, str] = {}
     words = set(re.findall(r"\w+", text + rest))
     while new := [name for name in types if name in words and name not in kept]:

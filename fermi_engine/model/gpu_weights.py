@@ -59,28 +59,12 @@ class _Tensor:
     format: str | None  # of a matrix
 
 
-class DenseWeights:
-    """Everything of a layer but its routed experts, `nbytes` in one block. Names lose their prefix and `.weight`:
-    `in_proj_qkv`, `shared_expert.gate_proj`."""
+class WeightBlock:
+    """Tensors side by side in one block of `nbytes` bytes."""
 
-    def __init__(self, weights: Weights, layer: int) -> None:
+    def __init__(self) -> None:
         self.nbytes = 0
         self._tensors: dict[str, _Tensor] = {}
-        c, prefix = weights.config, f"layers.{layer}."
-        for name in _NORMS:
-            self._vector(weights, name, f"{prefix}{name}.weight")
-        mixer = "self_attn" if c.layer_types[layer] == "full_attention" else "linear_attn"
-        matrices, vectors = _ATTENTION if mixer == "self_attn" else _GDN
-        for name in matrices:
-            self._matrix(weights, name, f"{prefix}{mixer}.{name}.weight")
-        for name in vectors:
-            self._vector(weights, name.removesuffix(".weight"), f"{prefix}{mixer}.{name}")
-        for part in (mixer, "mlp" if c.num_experts else ""):
-            for name in _FLOAT_MATRICES.get(part, ()):
-                self._float_matrix(weights, name, f"{prefix}{part}.{name}.weight")
-        inner = "shared_expert." if c.num_experts else ""
-        for name in _SWIGLU:
-            self._matrix(weights, inner + name, f"{prefix}mlp.{inner}{name}.weight")
 
     def _vector(self, weights: Weights, name: str, full: str) -> None:
         array = weights.vector(full)
@@ -110,6 +94,11 @@ class DenseWeights:
         return max((4 * math.prod(tensor.shape) for tensor in self._tensors.values() if tensor.format not in (None, "f32")),
                    default=0)
 
+    @property
+    def most_columns(self) -> int:
+        """Columns of its widest matrix."""
+        return max(tensor.shape[-1] for tensor in self._tensors.values() if tensor.format)
+
     def pieces(self) -> list[tuple[int, np.ndarray]]:
         """(offset in the block, host bytes) of every tensor."""
         return [(tensor.offset, tensor.host) for tensor in self._tensors.values()]
@@ -117,6 +106,46 @@ class DenseWeights:
     def within(self, buffer: DeviceBuffer) -> dict[str, Any]:
         """DeviceMatrix or DeviceArray (float32) by name, in a buffer that holds a block."""
         return {name: _view(buffer, tensor) for name, tensor in self._tensors.items()}
+
+
+class DenseWeights(WeightBlock):
+    """Everything of a layer but its routed experts, `nbytes` in one block. Names lose their prefix and `.weight`:
+    `in_proj_qkv`, `shared_expert.gate_proj`."""
+
+    def __init__(self, weights: Weights, layer: int) -> None:
+        super().__init__()
+        c, prefix = weights.config, f"layers.{layer}."
+        for name in _NORMS:
+            self._vector(weights, name, f"{prefix}{name}.weight")
+        mixer = "self_attn" if c.layer_types[layer] == "full_attention" else "linear_attn"
+        matrices, vectors = _ATTENTION if mixer == "self_attn" else _GDN
+        for name in matrices:
+            self._matrix(weights, name, f"{prefix}{mixer}.{name}.weight")
+        for name in vectors:
+            self._vector(weights, name.removesuffix(".weight"), f"{prefix}{mixer}.{name}")
+        for part in (mixer, "mlp" if c.num_experts else ""):
+            for name in _FLOAT_MATRICES.get(part, ()):
+                self._float_matrix(weights, name, f"{prefix}{part}.{name}.weight")
+        inner = "shared_expert." if c.num_experts else ""
+        for name in _SWIGLU:
+            self._matrix(weights, inner + name, f"{prefix}mlp.{inner}{name}.weight")
+
+
+class EndWeights(WeightBlock):
+    """What stands before the first layer and behind the last: `embed_tokens`, `norm`, and `lm_head`, where the embedding does
+    not serve as head, too."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        self._is_tied = weights.config.tie_word_embeddings
+        self._vector(weights, "norm", "norm.weight")
+        for name in ("embed_tokens",) if self._is_tied else ("embed_tokens", "lm_head"):
+            self._matrix(weights, name, f"{name}.weight")
+
+    def within(self, buffer: DeviceBuffer) -> dict[str, Any]:
+        """As of any block, with an `lm_head` in every case."""
+        found = super().within(buffer)
+        return {"lm_head": found["embed_tokens"], **found} if self._is_tied else found
 
 
 def _view(buffer: DeviceBuffer, tensor: _Tensor) -> DeviceMatrix | DeviceArray:

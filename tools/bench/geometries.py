@@ -33,11 +33,16 @@ _MEDIUM = {
     "mrope_section": (3, 3, 2), "linear_key_head_dim": 64, "linear_value_head_dim": 64, "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
 }
+_SMALL_DENSE = {
+    **{name: value for name, value in _SMALL.items() if "expert" not in name and not name.startswith("moe")},
+    "model_type": "qwen3_5_text", "num_hidden_layers": 4, "intermediate_size": 96, "tie_word_embeddings": True,
+}
 GEOMETRIES = {
     "qwen3.6-35b-a3b": _QWEN_MOE,
     "qwen3.6-35b-a3b-reap128": {**_QWEN_MOE, "num_experts": 128},
     "minicpm-v-4.6": _MINICPM,
     "small": _SMALL,
+    "small-dense": _SMALL_DENSE,
     "medium": _MEDIUM,
 }
 
