@@ -124,6 +124,24 @@ class Arithmetic:
         return 4 + 2 * self.exp_ulp
 
     @property
+    def delta_token(self) -> float:
+        """Gates, convolution, l2 norm, one token, gated norm."""
+        return self.gates + self.silu + NORM + self.delta_step + NORM + self.silu
+
+    def token_attention(self, a: Arrays) -> float:
+        """The scale's product and the difference from the maximum, relative to a score (at most |q| |k| scale), which exp makes
+        relative (what norm and rope add is torch's to the same extent); two exps, of a split and of its weight, and their products; the division, the output gate."""
+        scale, dim = float(a["scale"]), a["key"].shape[1]
+        query = np.sqrt(dim) * float(np.abs(1 + a["q_norm"]).max())  # a row of length sqrt(dim) times 1 + w, which rope keeps
+        key = max(np.sqrt(dim) * float(np.abs(1 + a["k_norm"]).max()), float(np.linalg.norm(a["past_k"], axis=-1).max(initial=0)))
+        return 2 * query * key * scale + 4 * self.exp_ulp + 3 + self.division + self.logistic + 1
+
+    def token_swiglu(self, a: Arrays) -> float:
+        """Of two products g and u: silu's slope is at most 1.1, and |silu(g)| <= |g|, so that in units of the product of both
+        bounds g's roundings count 1.1 times and u's once; one for what is of second order."""
+        return 2.1 * token_normed(a) + self.swiglu + 1
+
+    @property
     def gated_attention(self) -> float:
         """Norm of q and k, rope (3), softmax, output gate, two matrices."""
         return NORM + 3 + self._softmax + self.division - 1 + self.logistic + 1 + 2 * MATRIX
@@ -177,6 +195,29 @@ def term_count(a: Arrays) -> float:
 def fma_chain(a: Arrays) -> float:
     """One rounding a term."""
     return a["x"].shape[1]
+
+
+def token_product(a: Arrays) -> float:
+    """The longest chain of a product of one row: blocks of a part, the products of a quad or two and the scale, the parts of a
+    row and the warps that share it; or, of floats, one of 32 lanes and their sums."""
+    k = len(a["x"])
+    return max(-(-k // 64) + 8 + 1 + 16 + 8, -(-k // 32) + 32)
+
+
+def token_terms(a: Arrays) -> float:
+    """Each term may underflow, not only those on one chain."""
+    return len(a["x"])
+
+
+def token_normed(a: Arrays) -> float:
+    """The same behind a norm and added to what was there. Of the square sum, a chain of k / 256, 8 and 32 more, a division and
+    eps, the root leaves half; then the root (1.5 units: csrc/sm20/math.cuh) and three products."""
+    return token_product(a) + (-(-len(a["x"]) // 256) + 8 + 32 + 2) / 2 + 2 * 1.5 + 3 + 1
+
+
+def token_value(a: Arrays) -> float:
+    """Largest value that a token attends to, which may cancel."""
+    return max(float(np.abs(a[name]).max(initial=0)) for name in ("value", "past_v"))
 
 
 def up_gain(a: Arrays) -> float:

@@ -17,6 +17,7 @@ from fermi_engine import device_run, gpu_runs, kernels, runs, vision_runs
 from fermi_engine import stage_cpu as cpu
 from fermi_engine import stage_gpu as gpu
 from fermi_engine import stage_products as products
+from fermi_engine import stage_token as token
 from fermi_engine.compare import (
     All,
     Arrays,
@@ -46,6 +47,10 @@ from fermi_engine.stage_limits import (
     block_gain,
     block_sum,
     group_sum,
+    token_normed,
+    token_product,
+    token_terms,
+    token_value,
     up_gain,
     value_size,
     x_gain,
@@ -131,6 +136,12 @@ def _above(name: str, compute: cpu.Compute, device: gpu.Compute | None, compare:
 _MATMUL = All(Rounding(block_sum, block_gain), isums=Exact())
 _GROUPED = Rounding(block_sum, block_gain)
 
+
+def _token_product(on: Arithmetic) -> Rule:
+    plain = Rounding(token_product, token_terms)
+    return All(Rounding(token_normed, token_terms), plain=plain, wide=plain, swiglu=Rounding(on.token_swiglu))
+
+
 STAGES = (
     #       name               CPU                           sm_20                        compare
     _kernel("exp_f32",         cpu.elementwise("exp_f32"),   None,                        lambda on: Ulp(on.exp_ulp)),
@@ -195,6 +206,14 @@ STAGES = (
     _kernel("attention_long",  None,                         gpu.attention,
             lambda on: TwiceReference(on.score_softmax, on.cached_size)),
     _kernel("gdn_chunk",       None,                         gpu.gdn_chunk,               lambda on: on.delta_rule),
+    _kernel("token_gemv_f32",  None,                         token.token_gemv("f32"),     _token_product),
+    _kernel("token_gemv_q4_0", None,                         token.token_gemv("q4_0"),    _token_product),
+    _kernel("token_gemv_q8_0", None,                         token.token_gemv("q8_0"),    _token_product),
+    _kernel("gdn_token",       None,                         token.gdn_token,
+            lambda on: All(TwiceReference(on.delta_token), tail=Exact())),
+    _kernel("token_attention", None,                         token.token_attention,
+            lambda on: All(y=TwiceReference(on.token_attention, token_value), k=TwiceReference(NORM + 3), v=Exact())),
+    _kernel("argmax",          None,                         token.argmax,                Exact()),
     _above("gated_delta_net",  runs.gated_delta_net,         None,
             lambda on: TwiceReference(on.gated_delta_net)),
     _above("gated_attention",  runs.gated_attention,         None,

@@ -20,6 +20,7 @@ from fermi_engine.kernels.device_arrays import DeviceArray, DeviceExperts, Devic
 from fermi_engine.kernels.gpu import Device
 from fermi_engine.kernels.gpu_kernels import LARGE_TILE, SMALL_TILE, GpuKernels, OpenChunk, gdn_chunk_scratch
 from fermi_engine.kernels.sm20_attention import AttentionKernels, DeviceCache, DeviceExpertRows
+from fermi_engine.kernels.sm20_token import WIDE_ROWS, TokenKernels, argmax_work, attention_work
 from tests import strategies as draw
 from tests.strategies import Draws
 
@@ -228,10 +229,55 @@ def _delta_rule(bench: Bench, d: Draws) -> Arrays:
             **{name: bench.get(getattr(carried, name).rows(0, carried.tokens)) for name in ("k", "v", "g", "beta")}}
 
 
+def _token_products(bench: Bench, d: Draws) -> Arrays:
+    """Every format beside others, behind a norm and added; gate and up; a matrix for the wide form, whose last block is short."""
+    k, found = 288, {}
+    ops, x, norm = TokenKernels(bench.device, bench.stream), bench.put(d.normal(k)), bench.put(d.normal(k))
+    made = {format: DeviceMatrix(format, n, k, bench.put(Matrix.from_f32(d.normal(n, k), format).data))
+            for format, n in (("f32", 13), ("q4_0", 70), ("q8_0", 41))}
+    for is_added in (False, True):
+        outs = {format: bench.put(d.normal(w.rows)) if is_added else bench.room(w.rows) for format, w in made.items()}
+        ops.gemv(x, [(w, outs[format]) for format, w in made.items()], norm if is_added else None, 1e-6, is_added)
+        found |= {f"{format} {is_added}": bench.get(y) for format, y in outs.items()}
+    for format, w in made.items():
+        out = bench.room(w.rows)
+        ops.gemv_swiglu(x, w, w, out, norm, 1e-6)
+        found[f"swiglu {format}"] = bench.get(out)
+    few = DeviceArray.within(x.buffer, (32,), np.float32)
+    for format in ("q4_0", "q8_0"):
+        rows = WIDE_ROWS + 13
+        stored, out = np.tile(Matrix.from_f32(d.normal(8, 32), format).data.reshape(-1), -(-rows // 8)), bench.room(rows)
+        ops.gemv(few, [(DeviceMatrix(format, rows, 32, bench.put(stored)), out)])
+        found[f"wide {format}"] = bench.get(out)
+    return found
+
+
+def _token(bench: Bench, d: Draws) -> Arrays:
+    """The delta rule; attention over two splits with room behind; the choice."""
+    ops, heads, dk, dv, taps = TokenKernels(bench.device, bench.stream), 4, 64, 32, 4
+    channels = 2 * 2 * dk + heads * dv
+    arrays = {"qkv": (channels,), "z": (heads * dv,), "a": (heads,), "b": (heads,), "weight": (taps, channels),
+              "A_log": (heads,), "dt_bias": (heads,), "norm": (dv,), "tail": (taps - 1, channels), "state": (heads, dk, dv)}
+    up = {name: bench.put(d.normal(*shape)) for name, shape in arrays.items()}
+    delta, past, dim = bench.room(heads * dv), 77, 32
+    ops.gdn_token(**up, out=delta, k_heads=2, l2_eps=1e-6, norm_eps=1e-6, q_scale=dk**-0.5)
+    cache = DeviceCache(*(bench.room(2, past + 60, dim) for _ in "kv"))
+    bench.tokens.kv_append(cache, 0, *(bench.put(d.normal(past, 2, dim)) for _ in "kv"))
+    work = {name: bench.room(*shape) for name, shape in attention_work(6, dim, past + 60).items()}
+    rows = [bench.put(d.normal(*shape)) for shape in ((6, 2 * dim), (2, dim), (2, dim), (dim,), (dim,))]
+    out, place, tables = bench.room(6, dim), bench.put(np.array([past], np.int32)), tuple(bench.put(d.normal(4)) for _ in "cs")
+    ops.attention(*rows, tables, place, cache, work, out, 1e-6, dim**-0.5)
+    parts = {name: bench.room(*shape, dtype=np.int32 if "index" in name else np.float32) for name, shape in argmax_work().items()}
+    index = bench.room(1, dtype=np.int32)
+    ops.argmax(bench.put(d.normal(1237)), parts, index)
+    return {"delta": bench.get(delta), "state": bench.get(up["state"]), "tail": bench.get(up["tail"]), "o": bench.get(out),
+            "index": bench.get(index)}
+
+
 CASES: dict[str, Callable[[Bench, Draws], Arrays]] = {
     "selftest": _selftest, "gemm": _gemm, "grouped_gemm": _grouped_gemm, "gemv_rows": _gemv_rows, "rows": _rows,
     "attention": _attention, "routing": _routing, "norms": _norms, "elementwise": _elementwise, "conv": _conv, "rope": _rope,
-    "delta_rule": _delta_rule,
+    "delta_rule": _delta_rule, "token_products": _token_products, "token": _token,
 }
 
 

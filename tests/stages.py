@@ -1,7 +1,7 @@
 """THE STAGE TABLE, test half: reference, inputs and golden of each row of fermi_engine/stages.py.
 
-The references stand in kernel_references.py, rows of sm_20 alone in gpu_stages.py, rows above kernels in model_stages.py and
-vision_stages.py.
+The references stand in kernel_references.py, rows of sm_20 alone in gpu_stages.py and token_stages.py, rows above kernels in
+model_stages.py and vision_stages.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tests.gpu_stages import GPU_ORACLES
 from tests.model_stages import MODEL_ORACLES
 from tests.oracle import Oracle, Reference
 from tests.strategies import EDGES, edges, few, gaps, lengths
+from tests.token_stages import TOKEN_ORACLES
 from tests.vision_stages import KERNEL_ORACLES, VISION_ORACLES
 
 
@@ -163,6 +164,7 @@ ORACLES: dict[str, Oracle] = {
     "add_bias": KERNEL_ORACLES["add_bias"],
     "group_mean": KERNEL_ORACLES["group_mean"],
     **GPU_ORACLES,
+    **TOKEN_ORACLES,
     **MODEL_ORACLES,
     **VISION_ORACLES,
 }

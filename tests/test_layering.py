@@ -44,7 +44,7 @@ TIERS = (
     ("evaluate", "calibration"),
     ("stage_cpu", "gpu_runs"),
     ("stage_limits", "stage_gpu"),
-    ("stage_products",),
+    ("stage_products", "stage_token"),
     ("doctor", "info", "stages", "against", "conversation"),
     ("verify", "cli_files", "cli_generate"),
     ("cli_eval", "calibrate", "reap"),

@@ -8,36 +8,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from fermi_engine.compare import Arrays, Case, Rounding, TwiceReference
-from fermi_engine.errors import DeviceError
+from fermi_engine.device_run import DeviceRun
 from fermi_engine.formats import Matrix
 from fermi_engine.kernels.device_arrays import DeviceArray
 from fermi_engine.kernels.gpu import Device, open_device
-from fermi_engine.kernels.sm20_attention import AttentionKernels, DeviceCache
+from fermi_engine.kernels.sm20_attention import DeviceCache
 from fermi_engine.kernels.sm20_token import SPLIT, WIDE_ROWS, TokenKernels, argmax_work, attention_work, token_split
+from fermi_engine.stage_limits import SM20
 from reference import attention as ref_attention
+from tests.devices import on_devices
 from tests.strategies import Draws
-from tests.test_device import no_cuda
-from tests.test_sm20_attention import EXP_ULP, SIGMOID_ULP, same_bits
-from tests.test_sm20_ops import Lab, faulty, in_a_child
+from tests.test_sm20_attention import same_bits
 
 EMULATORS = {"emulated": {}, "shuffled": {"seed": 7}, "checked": {"mode": "checked"}}
 EPS, L2_EPS = 1e-6, 1e-6
-RSQRT_ULP = 1.5
+EXP_ULP, SIGMOID_ULP, RSQRT_ULP = SM20.exp_ulp, SM20.logistic / 2, 1.5
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """On `cuda` where there is a card, and where `-m gpu` demands one."""
-    if "device" in metafunc.fixturenames:
-        wanted = "gpu" in metafunc.config.getoption("-m") or no_cuda() is None
-        card = [pytest.param("cuda", marks=pytest.mark.gpu)] if wanted else []
-        metafunc.parametrize("device", [*EMULATORS, *card], indirect=True)
+    on_devices(metafunc, "device", tuple(EMULATORS))
 
 
 @pytest.fixture
@@ -48,13 +44,19 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     opened.close()
 
 
-class Bench(Lab):
-    """Arrays to a device and back, and both families of kernels."""
+class Bench:
+    """Arrays to a device and back, and all families of kernels."""
 
     def __init__(self, device: Device) -> None:
-        super().__init__(device)
-        self.t = TokenKernels(device, self.stream)
-        self.a = AttentionKernels(device, self.stream)
+        self.run = DeviceRun(device)
+        self.matrix, self.get = self.run.matrix, self.run.get
+        self.k, self.a, self.t = self.run.rows, self.run.tokens, TokenKernels(device, self.run.stream)
+
+    def put(self, array: np.ndarray) -> DeviceArray:
+        return self.run.put(array)
+
+    def empty(self, *shape: int, dtype: Any = np.float32) -> DeviceArray:
+        return self.run.empty(*shape, dtype=dtype)
 
 
 # products
@@ -80,9 +82,9 @@ def check_product(bench: Bench, shapes: list[tuple[str, int]], k: int, is_normed
     x, weight = d.normal(k), d.normal(k, scale=0.3) if is_normed else None
     matrices = [Matrix.from_f32(d.normal(n, k), form) for form, n in shapes]
     before = [d.normal(w.rows) if add else np.full(w.rows, np.nan, np.float32) for w in matrices]
-    outs = [bench.put(y, 0) for y in before]
-    bench.t.gemv(bench.put(x, 0), [(bench.matrix(w), y) for w, y in zip(matrices, outs, strict=True)],
-                 None if weight is None else bench.put(weight, 0), EPS, add)
+    outs = [bench.put(y) for y in before]
+    bench.t.gemv(bench.put(x), [(bench.matrix(w), y) for w, y in zip(matrices, outs, strict=True)],
+                 None if weight is None else bench.put(weight), EPS, add)
     f, passed = normed(x, weight), True
     for w, y, old in zip(matrices, outs, before, strict=True):
         values = w.dequantize().astype(np.float64)
@@ -120,19 +122,19 @@ def test_every_split_is_reached_and_bits_do_not_depend_on_the_company(device: De
     assert [token_split(*shape) for shape in shapes] == [4, 2, 1, 8]
     d, bench = Draws(3), Bench(device)
     x, w, other = d.normal(512), Matrix.from_f32(d.normal(100, 512), "q8_0"), Matrix.from_f32(d.normal(24, 512), "f32")
-    alone, first, last = bench.empty(100, shift=0), bench.empty(100, shift=0), bench.empty(100, shift=0)
-    there, beside = bench.matrix(w), (bench.matrix(other), bench.empty(24, shift=0))
+    alone, first, last = bench.empty(100), bench.empty(100), bench.empty(100)
+    there, beside = bench.matrix(w), (bench.matrix(other), bench.empty(24))
     for matrices in ([(there, alone)], [(there, first), beside], [beside, (there, last)]):
-        bench.t.gemv(bench.put(x, 0), matrices)
+        bench.t.gemv(bench.put(x), matrices)
     assert same_bits(bench.get(alone), bench.get(first))
     assert same_bits(bench.get(alone), bench.get(last))
 
 
 def check_swiglu(bench: Bench, form: str, n: int, k: int) -> bool:
     d = Draws(5)
-    x, weight = bench.put(d.normal(k), 0), bench.put(d.normal(k), 0)
+    x, weight = bench.put(d.normal(k)), bench.put(d.normal(k))
     gate, up = (bench.matrix(Matrix.from_f32(d.normal(n, k, scale=0.2), form)) for _ in range(2))
-    both, out, expected = bench.empty(1, 2 * n, shift=0), bench.empty(n, shift=0), bench.empty(1, n, shift=0)
+    both, out, expected = bench.empty(1, 2 * n), bench.empty(n), bench.empty(1, n)
     halves = [DeviceArray.within(both.buffer, (n,), np.float32, 4 * n * i) for i in range(2)]
     bench.t.gemv(x, [(gate, halves[0]), (up, halves[1])], weight, EPS)
     bench.k.swiglu(both, expected)
@@ -159,9 +161,9 @@ def delta_arrays(d: Draws, hk: int, ratio: int, dk: int, dv: int, taps: int) -> 
 def separate_delta(bench: Bench, hk: int, inputs: dict[str, DeviceArray], w: dict[str, DeviceArray]) -> Arrays:
     """The same by the kernels for many tokens."""
     (hv, dk, dv), channels = w["state"].shape, inputs["qkv"].size
-    conv, g, beta = bench.empty(1, channels, shift=0), bench.empty(1, hv, shift=0), bench.empty(1, hv, shift=0)
-    q, k = (bench.empty(1, hk, dk, shift=0) for _ in "qk")
-    o, y = bench.empty(1, hv, dv, shift=0), bench.empty(hv, dv, shift=0)
+    conv, g, beta = bench.empty(1, channels), bench.empty(1, hv), bench.empty(1, hv)
+    q, k = (bench.empty(1, hk, dk) for _ in "qk")
+    o, y = bench.empty(1, hv, dv), bench.empty(hv, dv)
     bench.k.conv1d_silu(inputs["qkv"].reshape(1, channels), w["weight"], w["tail"], conv)
     bench.k.l2_norm(conv, 0, hk, dk, L2_EPS, 1 / math.sqrt(dk), q)
     bench.k.l2_norm(conv, hk * dk, hk, dk, L2_EPS, 1.0, k)
@@ -174,11 +176,11 @@ def separate_delta(bench: Bench, hk: int, inputs: dict[str, DeviceArray], w: dic
 def check_delta(bench: Bench, hk: int, ratio: int, dk: int, dv: int, taps: int, tokens: int = 3) -> bool:
     d = Draws(hk + taps)
     arrays, hv = delta_arrays(d, hk, ratio, dk, dv, taps), hk * ratio
-    fused, apart = ({name: bench.put(array, 0) for name, array in arrays.items()} for _ in range(2))
+    fused, apart = ({name: bench.put(array) for name, array in arrays.items()} for _ in range(2))
     for _ in range(tokens):
-        inputs = {name: bench.put(d.normal(size), 0) for name, size in (
+        inputs = {name: bench.put(d.normal(size)) for name, size in (
             ("qkv", 2 * hk * dk + hv * dv), ("z", hv * dv), ("a", hv), ("b", hv))}
-        y = bench.empty(hv * dv, shift=0)
+        y = bench.empty(hv * dv)
         bench.t.gdn_token(**inputs, **fused, out=y, k_heads=hk, l2_eps=L2_EPS, norm_eps=EPS, q_scale=1 / math.sqrt(dk))
         got = {"y": bench.get(y), "tail": bench.get(fused["tail"]), "state": bench.get(fused["state"])}
         expected = separate_delta(bench, hk, inputs, apart)
@@ -207,19 +209,19 @@ def attention_arrays(d: Draws, position: int, heads: int, kv_heads: int, dim: in
 
 def filled(bench: Bench, a: dict[str, np.ndarray], capacity: int) -> DeviceCache:
     position, kv_heads, dim = a["past_k"].shape
-    cache = DeviceCache(*(bench.empty(kv_heads, capacity, dim, shift=0) for _ in "kv"))
+    cache = DeviceCache(*(bench.empty(kv_heads, capacity, dim) for _ in "kv"))
     if position:
-        bench.a.kv_append(cache, 0, bench.put(a["past_k"], 0), bench.put(a["past_v"], 0))
+        bench.a.kv_append(cache, 0, bench.put(a["past_k"]), bench.put(a["past_v"]))
     return cache
 
 
 def attend(bench: Bench, a: dict[str, np.ndarray], capacity: int) -> tuple[np.ndarray, DeviceCache, np.ndarray]:
     """The output [HQ, D], the cache afterwards, and the prepared queries."""
     (heads, width), position = a["query_gate"].shape, len(a["past_k"])
-    cache, out = filled(bench, a, capacity), bench.empty(heads, width // 2, shift=0)
-    work = {name: bench.empty(*shape, shift=0) for name, shape in attention_work(heads, width // 2, capacity).items()}
-    there = bench.put(np.array([position], np.int32), 0)
-    up = {name: bench.put(array, 0) for name, array in a.items() if array.size}
+    cache, out = filled(bench, a, capacity), bench.empty(heads, width // 2)
+    work = {name: bench.empty(*shape) for name, shape in attention_work(heads, width // 2, capacity).items()}
+    there = bench.put(np.array([position], np.int32))
+    up = {name: bench.put(array) for name, array in a.items() if array.size}
     bench.t.attention(up["query_gate"], up["key"], up["value"], up["q_norm"], up["k_norm"], (up["cos"], up["sin"]), there,
                       cache, work, out, EPS, 1 / math.sqrt(width // 2))
     return bench.get(out), cache, bench.get(work["query"])
@@ -230,9 +232,9 @@ def separate_rows(bench: Bench, a: dict[str, np.ndarray]) -> tuple[np.ndarray, n
     found = []
     for name, norm in (("query_gate", "q_norm"), ("key", "k_norm")):
         rows, dim = len(a[name]), a["key"].shape[1]
-        y = bench.empty(1, rows, dim, shift=0)
-        bench.k.rms_norm(bench.put(a[name], 0), bench.put(a[norm], 0), EPS, y.reshape(rows, dim))
-        bench.k.rope(y, bench.put(a["cos"][None], 0), bench.put(a["sin"][None], 0))
+        y = bench.empty(1, rows, dim)
+        bench.k.rms_norm(bench.put(a[name]), bench.put(a[norm]), EPS, y.reshape(rows, dim))
+        bench.k.rope(y, bench.put(a["cos"][None]), bench.put(a["sin"][None]))
         found.append(bench.get(y)[0])
     return found[0], found[1]
 
@@ -280,83 +282,24 @@ def test_argmax(device: Device, n: int) -> None:
     ties = np.round(d.normal(n)).astype(np.float32)
     holes = np.where(np.arange(n) % 3 == 0, np.nan, d.normal(n)).astype(np.float32)
     for x in (*rows, ties, holes):
-        work = {name: bench.empty(*shape, dtype=np.int32 if "index" in name else np.float32, shift=0)
+        work = {name: bench.empty(*shape, dtype=np.int32 if "index" in name else np.float32)
                 for name, shape in argmax_work().items()}
-        index = bench.empty(1, dtype=np.int32, shift=0)
-        bench.t.argmax(bench.put(x, 0), work, index)
+        index = bench.empty(1, dtype=np.int32)
+        bench.t.argmax(bench.put(x), work, index)
         expected = -1 if np.isnan(x).all() else int(np.nanargmax(x))
         assert bench.get(index)[0] == expected
 
 
-# checks and faults
+# checks
 
 
 def test_wrong_arguments_are_refused(device: Device) -> None:
     bench = Bench(device)
-    x, w = bench.empty(64, shift=0), bench.matrix(Matrix.from_f32(np.ones((8, 32), np.float32), "q8_0"))
+    x, w = bench.empty(64), bench.matrix(Matrix.from_f32(np.ones((8, 32), np.float32), "q8_0"))
     with pytest.raises(ValueError, match=r"gemv: q8_0 matrix \[8, 32\], x \(64,\)"):
-        bench.t.gemv(x, [(w, bench.empty(8, shift=0))])
+        bench.t.gemv(x, [(w, bench.empty(8))])
     with pytest.raises(ValueError, match="gemv: 5 matrices"):
         bench.t.gemv(x, [(w, x)] * 5)
     with pytest.raises(ValueError, match=r"gdn_token: .* do not fit 1 key heads"):
-        bench.t.gdn_token(*[x] * 4, bench.empty(4, 64, shift=0), x, x, x, bench.empty(3, 64, shift=0),
-                          bench.empty(1, 32, 48, shift=0), x, 1, EPS, EPS, 1.0)
-
-
-FAULTS = {  # name -> op, right text, wrong text, which check
-    "scale of the other half of a group": (
-        "token_gemv", "*(const uint2 *)there;", "*(const uint2 *)(there - lane % 2 * 8);", "product"),
-    "bytes without their sign": ("token_gemv", "^ 0x4b000080u", "^ 0x4b000000u", "product"),
-    "high nibbles from the low ones": ("token_gemv", "q4_0_codes(word >> 4, m)", "q4_0_codes(word, m)", "nibbles"),
-    "second matrix behind the first one's end": ("token_gemv", "second ? w1 : w0", "w0", "swiglu"),
-    "odd warps of a row left out": ("token_gemv", "s < split; s++", "s < split; s += 2", "product"),
-    "residual forgotten": ("token_gemv", "a.add ? *y + value : value", "value", "residual"),
-    "norm without its one": ("token_gemv", "(1.0f + a.norm[i])", "a.norm[i]", "norm"),
-    "tail not moved on": ("gdn_token", "tail[(taps - 2) * channels] = x;", "", "delta"),
-    "value heads share a decay": ("gdn_token", "gate(a, head, gates)", "gate(a, key_head, gates)", "delta"),
-    "states without a barrier": ("gdn_token", "add_rows(b.head + first, s, part);\n    __syncthreads();",
-                                 "add_rows(b.head + first, s, part);", "delta"),
-    "own position not seen": ("token_attention", "*a.position + 1 - begin", "*a.position - begin", "attention"),
-    "splits merged without their weight": ("token_attention", "f32_exp(a.part_m[at] - top)", "1.0f", "attention"),
-    "gate of the query": ("token_attention", "head * 2 * n + n + t]", "head * 2 * n + t]", "attention"),
-    "last of equals": ("argmax", "i < j", "i > j", "argmax"),
-}
-
-
-def holds(check: str, opened: Device) -> bool:
-    """Whether `check` passes: short versions of the tests above."""
-    bench = Bench(opened)
-    if check in ("product", "nibbles", "residual", "norm"):
-        form = "q4_0" if check == "nibbles" else "q8_0"
-        return check_product(bench, [(form, 40)], 512, check == "norm", check == "residual")
-    if check == "swiglu":
-        return check_swiglu(bench, "q8_0", 9, 288)
-    if check == "delta":
-        return check_delta(bench, 1, 2, 32, 32, 4)
-    if check == "attention":
-        return check_attention(bench, 100, 4, 2, 32)
-    work = {name: bench.empty(*shape, dtype=np.int32 if "index" in name else np.float32, shift=0)
-            for name, shape in argmax_work().items()}
-    index = bench.empty(1, dtype=np.int32, shift=0)
-    bench.t.argmax(bench.put(np.zeros(400, np.float32), 0), work, index)
-    return int(bench.get(index)[0]) == 0
-
-
-def fails(check: str) -> bool:
-    try:
-        return not holds(check, open_device("emulated", seed=1))
-    except DeviceError:
-        return True
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_caught(fault: str, tmp_path: Path) -> None:
-    op, right, wrong, check = FAULTS[fault]
-    with faulty(tmp_path, op, right, wrong):
-        assert in_a_child(lambda: fails(check))
-
-
-def test_the_short_checks_pass_without_a_fault() -> None:
-    opened = open_device("emulated", seed=1)
-    assert all(holds(check, opened) for *_, check in FAULTS.values())
-    opened.close()
+        bench.t.gdn_token(*[x] * 4, bench.empty(4, 64), x, x, x, bench.empty(3, 64),
+                          bench.empty(1, 32, 48), x, 1, EPS, EPS, 1.0)

@@ -36,7 +36,7 @@ from tests.stages import ORACLES  # noqa: E402
 SEED = 20
 MAX_BYTES = 1_000_000
 # Where truths and golden inputs come from.
-SOURCES = ("reference", "tools", "tests/stages.py", "tests/kernel_references.py", "tests/gpu_stages.py",
+SOURCES = ("reference", "tools", "tests/stages.py", "tests/kernel_references.py", "tests/gpu_stages.py", "tests/token_stages.py",
            "tests/model_stages.py", "tests/vision_stages.py", "tests/vision_inputs.py", "tests/oracle.py",
            "tests/strategies.py", "tests/tiny_models.py")
 # Float64 sums in another order: a relative difference far above 2^-53 times their length, far below float32's 2^-24.

@@ -55,12 +55,16 @@ class TokenKernels:
         1 + norm [k] where that is given. A single large quantised matrix takes the form for it."""
         args, blocks = self._products(x, matrices, norm, eps, add)
         first = matrices[0][0]
-        if len(matrices) == 1 and first.format != "f32" and first.rows >= WIDE_ROWS:
+        if self.is_wide(matrices):
             grid = min(-(-first.rows // (WARPS * GROUP)), WIDE_BLOCKS * self.device.multiprocessors)
             self._start("token_gemv_wide", (grid,), BLOCK, args, first.data.nbytes, _shared(first.cols, 1))
             return
         nbytes = sum(w.data.nbytes for w, _ in matrices)
         self._start("token_gemv", (sum(blocks),), BLOCK, args, nbytes, _shared(first.cols, 1))
+
+    def is_wide(self, matrices: Sequence[tuple[DeviceMatrix, DeviceArray]]) -> bool:
+        """Whether a product takes the form for a large matrix."""
+        return len(matrices) == 1 and matrices[0][0].format != "f32" and matrices[0][0].rows >= WIDE_ROWS
 
     def gemv_swiglu(self, x: DeviceArray, gate: DeviceMatrix, up: DeviceMatrix, out: DeviceArray,
                     norm: DeviceArray | None = None, eps: float = 0.0) -> None:
