@@ -129,8 +129,8 @@ class Arithmetic:
         return self.gates + self.silu + NORM + self.delta_step + NORM + self.silu
 
     def token_attention(self, a: Arrays) -> float:
-        """The scale's product and the difference from the maximum, relative to a score (at most |q| |k| scale), which exp makes
-        relative (what norm and rope add is torch's to the same extent); two exps, of a split and of its weight, and their products; the division, the output gate."""
+        """The scale's product and the difference from the maximum round a score, at most |q| |k| scale, by u of it each, which
+        exp makes relative; two exps, of a split's softmax and of its weight, and their products; division, output gate."""
         scale, dim = float(a["scale"]), a["key"].shape[1]
         query = np.sqrt(dim) * float(np.abs(1 + a["q_norm"]).max())  # a row of length sqrt(dim) times 1 + w, which rope keeps
         key = max(np.sqrt(dim) * float(np.abs(1 + a["k_norm"]).max()), float(np.linalg.norm(a["past_k"], axis=-1).max(initial=0)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -59,6 +61,85 @@ def test_a_snapshot_goes_on_as_its_session_does(engine):
     assert all(np.array_equal(a, b) for a, b in zip([other.decode(4), other.prefill(ids[:20])], right, strict=True))
     session.restore(snapshot)
     assert np.array_equal(session.decode(4), right[0])
+
+
+def everything(session: Session, logits: np.ndarray) -> tuple[bytes, ...]:
+    """Logits and the whole state."""
+    state = session.state
+    opened = state.open_chunks.layers if state.open_chunks else {}
+    rows = [array for _, arrays in sorted(opened.items()) for _, array in sorted(arrays.items())]
+    return tuple(array.tobytes() for array in (logits, *(array for _, array in sorted(state.arrays().items())), *rows))
+
+
+@pytest.fixture(scope="module")
+def caching(dense) -> Engine:
+    """The same with room for snapshots, which lie close together."""
+    return Engine.load(dense["q8_0"].pack.path, config=replace(GPU, snapshot_ram=64 << 20))
+
+
+@pytest.fixture(scope="module")
+def bare(dense) -> Engine:
+    """The same without snapshots."""
+    return Engine.load(dense["q8_0"].pack.path, config=replace(GPU, snapshot_ram=0))
+
+
+@pytest.mark.parametrize("cut", [20, 64, 90])
+def test_prompts_go_on_from_snapshots(caching, bare, cut):
+    """At marks, at the end of a prompt and at that of an answer; to the bit what the same calls without snapshots give."""
+    ids, answer = ids_for(caching, 150, cut).tolist(), [3, 4, 5]
+    session, plain = caching.session(), bare.session()
+    session.prompt(ids[:140], marks=[cut, 120])
+    assert everything(session, session.prompt(ids)) == everything(plain, plain.prefill(ids))
+    assert session.cached_tokens == 140
+    logits = [s.decode(token) for token in answer for s in (session, plain)]
+    assert everything(session, logits[-2]) == everything(plain, logits[-1])
+    other = [*ids[:cut], *ids_for(caching, 40, cut + 1).tolist()]
+    fresh = bare.session()
+    assert everything(session, session.prompt(other)) == everything(fresh, fresh.prefill(other))
+    assert session.cached_tokens == cut
+    again, rest = caching.session(), [7, 8]
+    assert everything(again, again.prompt([*ids, *answer, *rest])) == everything(plain, plain.prefill(rest))
+    assert again.cached_tokens == len(ids) + len(answer)
+    assert again.trail == ((150, "gpu"), (153, "gpu token"), (155, "gpu"))
+
+
+def test_a_prompt_one_token_longer(caching, bare):
+    """Goes the way that prompts go, and has the bits of one in one piece."""
+    ids = ids_for(caching, 33, 5).tolist()
+    session, plain = caching.session(), bare.session()
+    session.prompt(ids[:-1])
+    assert everything(session, session.prompt(ids)) == everything(plain, plain.prefill(ids))
+    assert session.cached_tokens == 32
+
+
+def test_a_prompt_from_its_first_token(bare):
+    """A session whose state the host has never seen begins anew."""
+    session, other, ids = bare.session(), bare.session(), ids_for(bare, 30, 6).tolist()
+    session.prefill([1, 2, 3])
+    assert everything(session, session.prompt(ids)) == everything(other, other.prefill(ids))
+
+
+def test_a_fork_goes_on_by_itself(bare):
+    session, ids = bare.session(), ids_for(bare, 70, 7).tolist()
+    session.prefill(ids)
+    session.decode(3)
+    fork = session.fork()
+    first = [session.decode(token) for token in (4, 5)]
+    second = [fork.decode(token) for token in (4, 5)]
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+    assert everything(session, first[-1]) == everything(fork, second[-1])
+
+
+def test_states_of_the_cpu_are_refused(bare, dense):
+    plain = Engine.load(dense["q8_0"].pack.path, config=EngineConfig(threads=1, snapshot_ram=0)).session()
+    plain.prefill([1, 2])
+    with pytest.raises(RequestError, match="snapshot of a session with prefill 'cpu', here 'resident own emulated' cannot be"):
+        bare.session().restore(plain.snapshot())
+
+
+def test_images_are_refused(bare):
+    with pytest.raises(RequestError, match="--decode gpu reads text only; --decode cpu reads images, too"):
+        bare.session().prefill([1, 2], images=[None])
 
 
 def test_logits_of_every_token(engine):
