@@ -153,6 +153,7 @@ class ArrayModel:
     options: EngineConfig
     pack_hash: str = "arrays"
     gpu: Any = None  # prompts stay on the CPU
+    is_resident: bool = False
     snapshots: SnapshotCache | None = None
 
     @property

@@ -59,8 +59,8 @@ class Session:
 
     @property
     def trail(self) -> tuple[tuple[int, str], ...]:
-        """Which way they went: (end position, 'cpu', 'gpu' or, one by one there, 'gpu token') of each stretch. The same calls give
-        the same bits."""
+        """Which way they went: (end position, 'cpu', 'gpu' or, one by one there, 'gpu token') of each stretch. The same calls
+        give the same bits."""
         return self._trail
 
     @property
