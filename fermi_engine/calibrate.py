@@ -100,7 +100,8 @@ def calibrate(request: Request, progress: Progress | None = None) -> dict[str, A
     """
     if request.out.exists() and not request.overwrite:
         raise RequestError(f"{request.out} exists; remove it, choose another name or ask for it to be overwritten")
-    engine = Engine.load(request.model, request.format if request.model.is_dir() else None, config=replace(request.options, snapshot_ram=0), progress=progress)
+    engine = Engine.load(request.model, request.format if request.model.is_dir() else None,
+                         config=replace(request.options, snapshot_ram=0), progress=progress)
     documents = Reader.of(engine).read(request.calibration)
     window = request.window or min(WINDOW, engine.context)
     windows(documents, window, ", ".join(map(str, request.calibration)))  # refuses texts that hold nothing

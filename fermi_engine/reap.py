@@ -106,7 +106,8 @@ def _given(path: Path, config: ModelConfig) -> Scores:
 
 
 def _measured(request: Request, config: ModelConfig, progress: Progress | None) -> Scores:
-    engine = Engine.load(request.model, request.format if request.model.is_dir() else None, config=replace(request.options, snapshot_ram=0), progress=progress)
+    engine = Engine.load(request.model, request.format if request.model.is_dir() else None,
+                         config=replace(request.options, snapshot_ram=0), progress=progress)
     documents = Reader.of(engine).read(request.calibration)
     window = request.window or min(WINDOW, engine.context)
     windows(documents, window, ", ".join(map(str, request.calibration)))  # refuses texts that hold nothing

@@ -85,9 +85,16 @@ QUALITY = (
     Fault(
         "the model's own answer is generated and not read",
         "fermi_engine/calibration.py",
-        "yield np.concatenate([ids, np.array(own, np.int32)]), len(own)",
-        "yield ids, len(own)",
+        "yield np.concatenate([ids, np.array(own, np.int32)]), images, len(own)",
+        "yield ids, images, len(own)",
         "test:tests/test_reap.py::test_own_generations_are_read_like_text",
+    ),
+    Fault(
+        "images shown in a calibration chat are read as their tokens",
+        "fermi_engine/calibration.py",
+        "placed = engine.vision.place(ids, images) if images else None",
+        "placed = None",
+        "test:tests/test_reap.py::test_images_are_read_where_a_chat_shows_them",
     ),
     Fault(
         "router rows do not follow their experts",
