@@ -92,7 +92,7 @@ def test_prompts_go_on_from_snapshots(caching, bare, cut):
     assert everything(session, session.prompt(ids)) == everything(plain, plain.prefill(ids))
     assert session.cached_tokens == 140
     logits = [s.decode(token) for token in answer for s in (session, plain)]
-    assert everything(session, logits[-2]) == everything(plain, logits[-1])
+    assert np.array_equal(logits[-2], logits[-1])  # the host has not seen the states yet
     other = [*ids[:cut], *ids_for(caching, 40, cut + 1).tolist()]
     fresh = bare.session()
     assert everything(session, session.prompt(other)) == everything(fresh, fresh.prefill(other))
