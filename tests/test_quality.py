@@ -417,8 +417,10 @@ def test_the_command_prints_tables_and_json(capsys, packs, held, cache) -> None:
     assert not list(cache.glob("*"))
 
 
-def test_loss_by_class(capsys, packs, held, cache) -> None:
-    line = ["-m", packs["q4_0"], "--text", held, "--against", packs["f32"], "-t", "1", "--window", "100", "--by"]
+def test_loss_by_class(capsys, packs, held, cache, tmp_path) -> None:
+    chats = held.read_text().splitlines()  # two sums, a call, turns, a copy, a needle
+    (tmp_path / "few.jsonl").write_text("\n".join([*chats[:2], chats[4]]))
+    line = ["-m", packs["q4_0"], "--text", tmp_path / "few.jsonl", "--against", packs["f32"], "-t", "1", "--window", "100", "--by"]
     status, out, _ = run(capsys, *line, "class", "--json")
     said = json.loads(out)
     assert status == 0
