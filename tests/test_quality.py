@@ -420,7 +420,8 @@ def test_the_command_prints_tables_and_json(capsys, packs, held, cache) -> None:
 def test_loss_by_class(capsys, packs, held, cache, tmp_path) -> None:
     chats = held.read_text().splitlines()  # two sums, a call, turns, a copy, a needle
     (tmp_path / "few.jsonl").write_text("\n".join([*chats[:2], chats[4]]))
-    line = ["-m", packs["q4_0"], "--text", tmp_path / "few.jsonl", "--against", packs["f32"], "-t", "1", "--window", "100", "--by"]
+    line = ["-m", packs["q4_0"], "--text", tmp_path / "few.jsonl", "--against", packs["f32"], "-t", "1", "--window", "100",
+            "--by"]
     status, out, _ = run(capsys, *line, "class", "--json")
     said = json.loads(out)
     assert status == 0
