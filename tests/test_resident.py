@@ -85,7 +85,8 @@ def test_prefill_and_decode_are_the_cpus_within_its_noise(dense, device, name, g
     every layer's input, for the GPU errs as such a draw and so does the CPU it is compared with; and a unit in the last place
     of the largest element, which a single rounding can cost."""
     engine = dense[name]
-    calls, state, r = talk(engine), fresh(engine), resident(engine, device, gemm=gemm)
+    calls = [*talk(engine), ("prefill", ids_for(engine, 20, 9))]  # chunks begin anew behind decoded tokens
+    state, r = fresh(engine), resident(engine, device, gemm=gemm)
     logits = np.stack(drive(r, state, calls))
     r.fetch(state)
     got = {"logits": logits, **state.arrays()}
