@@ -177,12 +177,17 @@ DELTA_RULE = (
 )
 
 TOKEN = (
-    Fault("scale of the other half of a group", f"{_SM20}token_gemv.cu", "*(const uint2 *)there;",
-          "*(const uint2 *)(there - lane % 2 * 8);", "sm20:token_gemv_q4_0"),
+    Fault("scale of the other half of a group", f"{_SM20}token_gemv.cu", "read_scales(from)",
+          "read_scales(from - lane % 2 * 8)", "sm20:token_gemv_q4_0"),
     Fault("bytes without their sign", f"{_SM20}token_gemv.cu", "^ 0x4b000080u", "^ 0x4b000000u", "sm20:token_gemv_q8_0"),
     Fault("high nibbles from the low ones", f"{_SM20}token_gemv.cu", "q4_0_codes(word >> 4, m)", "q4_0_codes(word, m)",
           "sm20:token_gemv_q4_0"),
-    Fault("gate in place of up", f"{_SM20}token_gemv.cu", "second ? w1 : w0", "w0", "sm20:token_gemv_q4_0"),
+    Fault("gate in place of up", f"{_SM20}token_gemv.cu", "(const uint8_t *)a.w1 + at};", "(const uint8_t *)a.w0 + at};",
+          "sm20:token_gemv_q4_0"),
+    Fault("sums of what lies beyond the last block", f"{_SM20}token_gemv.cu", "if (block + b * stride < end)", "",
+          "sm20:token_gemv_q4_0"),
+    Fault("sums of lanes added before they are there: a barrier missing", f"{_SM20}token_gemv.cu",
+          "acc[i][3]);\n    __syncthreads();", "acc[i][3]);", "sm20:token_gemv_q4_0"),
     Fault("odd warps of a row left out", f"{_SM20}token_gemv.cu", "s < split; s++", "s < split; s += 2",
           "sm20:token_gemv_q4_0"),
     Fault("residual forgotten", f"{_SM20}token_gemv.cu", "a.add ? *y + value : value", "value", "sm20:token_gemv_f32"),

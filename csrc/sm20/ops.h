@@ -368,7 +368,7 @@ ENTRY(gdn_chunk_out, gdn_chunk_out, gdn_chunk_args)
  *   token_gemv_swiglu  y0 = silu(y of w0) * (y of w1), matrices alike; grid as for one of them
  *   token_gemv_wide    w0 alone, quantised, S = 1: any grid, ceil(n / 64) is all
  * Block 256; dynamic shared memory: k floats rounded up to 4, and 1088 or, for swiglu, 2176 more. Quantised matrices: k a
- * multiple of 32, w smaller than 4 GiB and aligned to 16; x any; f32 with k a multiple of 4: w aligned to 16. */
+ * multiple of 32, w aligned to 16; x any; f32 with k a multiple of 4: w aligned to 16. */
 enum { TOKEN_F32 = 0, TOKEN_Q8_0 = 1, TOKEN_Q4_0 = 2 };
 
 typedef struct {

@@ -41,35 +41,34 @@ INLINE void token_input(const token_gemv_args &a, float *x, float *sums)
     __syncthreads();
 }
 
-/* Sixteen bytes by name: clang reads them one word at a time where they cross a loop's end. Past the first-level cache, as
- * nothing is read twice. */
-INLINE uint4 read_words(const uint8_t *p)
+/* The low byte as a signed number. */
+INLINE float byte_to_float(unsigned bits)
 {
 #ifdef FERMI_EMULATED
-    return *(const uint4 *)p;
+    return (float)(int8_t)bits;
 #else
-    uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
+    float value;
+    asm("cvt.rn.f32.s8 %0, %1;" : "=f"(value) : "r"(bits));
+    return value;
 #endif
 }
 
-/* Which bits of a word are codes, for the ways of making floats of them: at bit 0 of the mantissa of 2^23 and at bit 8 of
- * that of 2^15, whose sums with what makes codes positive are then taken off, both exactly. */
+/* Which bits of a word are codes, at its lower end and 8 above: variables, for an instruction takes one constant only. */
 struct code_masks {
     unsigned low, high;
 };
 
+/* The signed bytes of a word. The lower two by their bits in the mantissa of a power of two, the upper two by conversion:
+ * either way alone would keep one kind of unit busy for longer, on old cards and on new ones. */
 struct q8_0_codes {
-    float value[4]; /* signed bytes: their upper bit turned, they are -128..127 plus 128 */
+    float value[4];
 
     __device__ __forceinline__ q8_0_codes(unsigned word, const code_masks &m)
     {
-#pragma unroll
-        for (int i = 0; i < 2; i++, word >>= 16) {
-            value[2 * i] = float_of((word & m.low) ^ 0x4b000080u) - (8388608.0f + 128.0f);
-            value[2 * i + 1] = float_of((word & m.high) ^ 0x47008000u) - (32768.0f + 128.0f);
-        }
+        value[0] = float_of((word & m.low) ^ 0x4b000080u) - (8388608.0f + 128.0f); /* from -128..127 to 0..255 */
+        value[1] = float_of((word & m.high) ^ 0x47008000u) - (32768.0f + 128.0f);
+        value[2] = byte_to_float(word >> 16);
+        value[3] = byte_to_float(word >> 24);
     }
 };
 
@@ -111,87 +110,70 @@ struct q4_0_reader {
     }
 };
 
-/* A warp's way through a group of each of COUNT (one or two) matrices, one behind the other, of which it takes steps s, s +
- * split, ..; four blocks of a lane are on their way at a time, the first of them before x is there. */
-template <class R, int COUNT> struct token_stream {
-    enum { DEPTH = 4 };
-    unsigned first; /* byte of the matrices where the lane's part of block 0 begins */
-    int begin, blocks, stride;
-    uint4 words[DEPTH];
-    uint2 scales[DEPTH];
+/* Bytes of a matrix, a batch of them in a row: only volatile loads does ptxas not move to where they are needed, which
+ * saves registers and makes each wait for the one before. */
+INLINE uint4 read_words(const uint8_t *p)
+{
+    uint4 v;
+#ifdef FERMI_EMULATED
+    v = *(const uint4 *)p;
+#else
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+#endif
+    return v;
+}
 
-    __device__ __forceinline__ token_stream(const void *w0, const void *w1, int group, int k, int s, int split)
-    {
-        int lane = (int)threadIdx.x % 32;
-        blocks = k / 32;
-        begin = s * R::STEP + lane / R::LANES;
-        stride = split * R::STEP;
-        first = (unsigned)group * (unsigned)blocks * R::BYTES + lane % 2 * 8;
-#pragma unroll
-        for (int d = 0; d < DEPTH; d++)
-            fetch(w0, w1, d, begin + d * stride);
-    }
+INLINE uint2 read_scales(const uint8_t *p)
+{
+    uint2 v;
+#ifdef FERMI_EMULATED
+    v = *(const uint2 *)p;
+#else
+    asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+#endif
+    return v;
+}
 
-    /* Steps of the first matrix, in blocks: the second's begin there. */
-    __device__ __forceinline__ int padded() const
-    {
-        return (blocks + stride - 1) / stride * stride;
-    }
-
-    /* What is read beyond the last block is not used. */
-    __device__ __forceinline__ void fetch(const void *w0, const void *w1, int d, int at)
-    {
-        int lane = (int)threadIdx.x % 32;
-        bool second = COUNT == 2 && at >= padded();
-        unsigned block = (unsigned)min_of(second ? at - padded() : at, blocks - 1);
-        const uint8_t *there = (const uint8_t *)(second ? w1 : w0) + (first + block * R::BYTES);
-        uint2 two = *(const uint2 *)there;
-        uint4 four = read_words(there + 16 + lane % R::LANES / 2 * 32 + lane % 2 * 8);
-        scales[d] = make_uint2(two.x, two.y);
-        words[d] = make_uint4(four.x, four.y, four.z, four.w);
-    }
-
-    __device__ __forceinline__ void add(float (&acc)[4], int d, const code_masks &m, const float *x, int block)
-    {
-        const float4 *quads = (const float4 *)x + block * QUADS + (int)threadIdx.x % R::LANES / 2;
-        float4 low = quads[0], high = R::LANES == 8 ? quads[4] : low;
-        uint4 four = words[d];
-        uint2 two = scales[d];
-        acc[0] = fmaf(half_to_float((uint16_t)two.x), R::part(four.x, m, low, high), acc[0]);
-        acc[1] = fmaf(half_to_float((uint16_t)(two.x >> 16)), R::part(four.y, m, low, high), acc[1]);
-        acc[2] = fmaf(half_to_float((uint16_t)two.y), R::part(four.z, m, low, high), acc[2]);
-        acc[3] = fmaf(half_to_float((uint16_t)(two.y >> 16)), R::part(four.w, m, low, high), acc[3]);
-    }
-
-    /* acc = this lane's parts of the groups. */
-    __device__ __forceinline__ void run(float (&acc)[COUNT][4], const void *w0, const void *w1, const float *x)
-    {
-        /* bits that are never set keep the masks out of the instructions, which take one constant: a code is one then */
-        unsigned never = (unsigned)blocks >> 31;
-        asm volatile("" : "+r"(never));
-        code_masks m = {R::MASK | never, R::MASK << 8 | never};
-        int end = COUNT * padded();
-        float(&now)[4] = acc[COUNT - 1];
+/* acc += this lane's parts of COUNT groups that start at `group`; the warp takes steps s, s + split, ..: four loads at a
+ * time, so that memory has something to do meanwhile. What is read beyond the last block is not used. */
+template <class R, int COUNT>
+INLINE void add_groups(float (&acc)[COUNT][4], const uint8_t *const (&group)[COUNT], const float *x, int k, int s, int split)
+{
+    enum { BATCH = 4 / COUNT };
+    int lane = (int)threadIdx.x % 32, blocks = k / 32, stride = split * R::STEP;
+    int never = blocks >> 31;
+    asm volatile("" : "+r"(never)); /* 0, but no compiler knows */
+    int end = blocks + never; /* asked for again behind the loads, which therefore stay together */
+    const code_masks m = {(unsigned)(R::MASK + never), (unsigned)((R::MASK << 8) + never)};
 #pragma unroll 1
-        for (int from = begin; from < end; from += DEPTH * stride)
+    for (int block = s * R::STEP + lane / R::LANES; block < blocks; block += BATCH * stride) {
+        uint4 words[BATCH][COUNT];
+        uint2 scales[BATCH][COUNT];
 #pragma unroll
-            for (int d = 0; d < DEPTH; d++) {
-                int at = from + d * stride;
-                if (COUNT == 2 && at - begin == padded()) {
+        for (int b = 0; b < BATCH; b++)
 #pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        acc[0][i] = now[i];
-                        now[i] = 0.0f;
-                    }
+            for (int i = 0; i < COUNT; i++) {
+                const uint8_t *from = group[i] + min_of(block + b * stride, blocks - 1) * R::BYTES + lane % 2 * 8;
+                words[b][i] = read_words(from + 16 + lane % R::LANES / 2 * 32 + lane % 2 * 8);
+                scales[b][i] = read_scales(from);
+            }
+#pragma unroll
+        for (int b = 0; b < BATCH; b++)
+            if (block + b * stride < end) {
+                const float4 *quads = (const float4 *)x + (block + b * stride) * QUADS + lane % R::LANES / 2;
+                float4 low = quads[0], high = R::LANES == 8 ? quads[4] : low;
+#pragma unroll
+                for (int i = 0; i < COUNT; i++) {
+                    uint4 four = words[b][i];
+                    uint2 two = scales[b][i];
+                    acc[i][0] = fmaf(half_to_float((uint16_t)two.x), R::part(four.x, m, low, high), acc[i][0]);
+                    acc[i][1] = fmaf(half_to_float((uint16_t)(two.x >> 16)), R::part(four.y, m, low, high), acc[i][1]);
+                    acc[i][2] = fmaf(half_to_float((uint16_t)two.y), R::part(four.z, m, low, high), acc[i][2]);
+                    acc[i][3] = fmaf(half_to_float((uint16_t)(two.y >> 16)), R::part(four.w, m, low, high), acc[i][3]);
                 }
-                int block = COUNT == 2 && at >= padded() ? at - padded() : at;
-                if (at < end && block < blocks)
-                    add(now, d, m, x, block);
-                if (at + DEPTH * stride < end)
-                    fetch(w0, w1, d, at + DEPTH * stride);
             }
     }
-};
+}
 
 /* Every warp's sums of its groups' rows into total[COUNT][WARPS][GROUP], behind COUNT * 1024 floats of parts. */
 template <int COUNT> INLINE float *sum_lanes(const float (&acc)[COUNT][4], float *parts)
@@ -233,14 +215,13 @@ INLINE void put(const token_gemv_args &a, float *y, float value)
 
 /* The rows of quantised matrix w that belong to the block `unit` of those it has. */
 template <class R>
-INLINE void block_rows(const token_gemv_args &a, const void *w, float *y, int64_t n, int unit, float *x, float *parts)
+INLINE void block_rows(const token_gemv_args &a, const void *w, float *y, int64_t n, int unit, const float *x, float *parts)
 {
     int t = (int)threadIdx.x, split = token_split(n, a.k), warp = t / 32, groups = (int)blocks_of<int64_t>(n, GROUP);
     int first = unit * (WARPS / split), mine = min_of(first + warp / split, groups - 1);
+    const uint8_t *group[1] = {(const uint8_t *)w + (int64_t)mine * (a.k / 32) * R::BYTES};
     float acc[1][4] = {};
-    token_stream<R, 1> stream(w, w, mine, (int)a.k, warp % split, split);
-    token_input(a, x, parts);
-    stream.run(acc, w, w, x);
+    add_groups<R, 1>(acc, group, x, (int)a.k, warp % split, split);
     const float *total = sum_lanes(acc, parts);
     int row = first * GROUP + t;
     if (t < WARPS / split * GROUP && row < n)
@@ -287,10 +268,9 @@ INLINE float float_sum(const token_gemv_args &a, const void *w, int64_t n, int u
     return sum;
 }
 
-INLINE void float_rows(const token_gemv_args &a, const void *w, float *y, int64_t n, int unit, float *x, float *parts)
+INLINE void float_rows(const token_gemv_args &a, const void *w, float *y, int64_t n, int unit, const float *x, float *parts)
 {
     int row = unit * WARPS + (int)threadIdx.x;
-    token_input(a, x, parts);
     float sum = float_sum(a, w, n, unit, x, parts);
     if (threadIdx.x < WARPS && row < n)
         put(a, y + row, sum);
@@ -312,6 +292,7 @@ extern "C" __global__ __launch_bounds__(BLOCK) void token_gemv(token_gemv_args a
 {
     DYNAMIC_SHARED(float, x);
     float *parts = behind(a, x);
+    token_input(a, x, parts);
     const void *w = a.w0;
     float *y = a.y0;
     int64_t n = a.n0, format = a.format0;
@@ -339,24 +320,23 @@ extern "C" __global__ __launch_bounds__(BLOCK) void token_gemv(token_gemv_args a
 }
 
 /* As block_rows, of two matrices at once. */
-template <class R> INLINE void block_swiglu(const token_gemv_args &a, float *x, float *parts)
+template <class R> INLINE void block_swiglu(const token_gemv_args &a, const float *x, float *parts)
 {
     int t = (int)threadIdx.x, split = token_split(a.n0, a.k), warp = t / 32;
     int first = (int)blockIdx.x * (WARPS / split), groups = (int)blocks_of<int64_t>(a.n0, GROUP);
+    int64_t at = (int64_t)min_of(first + warp / split, groups - 1) * (a.k / 32) * R::BYTES;
+    const uint8_t *group[2] = {(const uint8_t *)a.w0 + at, (const uint8_t *)a.w1 + at};
     float acc[2][4] = {};
-    token_stream<R, 2> stream(a.w0, a.w1, min_of(first + warp / split, groups - 1), (int)a.k, warp % split, split);
-    token_input(a, x, parts);
-    stream.run(acc, a.w0, a.w1, x);
+    add_groups<R, 2>(acc, group, x, (int)a.k, warp % split, split);
     const float *total = sum_lanes(acc, parts);
     int row = first * GROUP + t;
     if (t < WARPS / split * GROUP && row < a.n0)
         put(a, a.y0 + row, f32_silu(sum_warps(total, t, split)) * sum_warps(total + WARPS * GROUP, t, split));
 }
 
-INLINE void float_swiglu(const token_gemv_args &a, float *x, float *parts)
+INLINE void float_swiglu(const token_gemv_args &a, const float *x, float *parts)
 {
     int row = (int)(blockIdx.x * WARPS + threadIdx.x);
-    token_input(a, x, parts);
     float gate = float_sum(a, a.w0, a.n0, (int)blockIdx.x, x, parts);
     float up = float_sum(a, a.w1, a.n0, (int)blockIdx.x, x, parts);
     if (threadIdx.x < WARPS && row < a.n0)
@@ -367,6 +347,7 @@ extern "C" __global__ __launch_bounds__(BLOCK) void token_gemv_swiglu(token_gemv
 {
     DYNAMIC_SHARED(float, x);
     float *parts = behind(a, x);
+    token_input(a, x, parts);
     if (a.format0 == TOKEN_Q8_0)
         block_swiglu<q8_0_reader>(a, x, parts);
     else if (a.format0 == TOKEN_Q4_0)
@@ -376,16 +357,13 @@ extern "C" __global__ __launch_bounds__(BLOCK) void token_gemv_swiglu(token_gemv
 }
 
 /* A group a warp, then the one a whole grid further on. */
-template <class R> INLINE void wide_rows(const token_gemv_args &a, float *x, float *parts)
+template <class R> INLINE void wide_rows(const token_gemv_args &a, const float *x, float *parts)
 {
     int t = (int)threadIdx.x, groups = (int)blocks_of<int64_t>(a.n0, GROUP);
-#pragma unroll 1
     for (int first = (int)blockIdx.x * WARPS; first < groups; first += (int)gridDim.x * WARPS) {
+        const uint8_t *group[1] = {(const uint8_t *)a.w0 + min_of(first + t / 32, groups - 1) * (a.k / 32) * R::BYTES};
         float acc[1][4] = {};
-        token_stream<R, 1> stream(a.w0, a.w0, min_of(first + t / 32, groups - 1), (int)a.k, 0, 1);
-        if (first == (int)blockIdx.x * WARPS)
-            token_input(a, x, parts);
-        stream.run(acc, a.w0, a.w0, x);
+        add_groups<R, 1>(acc, group, x, (int)a.k, 0, 1);
         const float *total = sum_lanes(acc, parts);
         int row = first * GROUP + t;
         if (t < WARPS * GROUP && row < a.n0)
@@ -397,6 +375,7 @@ extern "C" __global__ __launch_bounds__(BLOCK) void token_gemv_wide(token_gemv_a
 {
     DYNAMIC_SHARED(float, x);
     float *parts = behind(a, x);
+    token_input(a, x, parts);
     if (a.format0 == TOKEN_Q8_0)
         wide_rows<q8_0_reader>(a, x, parts);
     else
