@@ -15,6 +15,7 @@ from fermi_engine.model.attention import RotaryTables
 from fermi_engine.model.decoder import Decoder
 from fermi_engine.model.gpu_layers import Activations, BlockOnDevice, DeltaOnDevice, DeviceWeights, Kernels
 from fermi_engine.model.gpu_weights import DenseWeights, ExpertWeights
+from fermi_engine.resident import Resident
 from fermi_engine.runs import named_state
 from fermi_engine.state import HybridState
 
@@ -104,3 +105,15 @@ def prefill(run: DeviceRun, a: Arrays) -> Arrays:
         hidden = gpu.run(piece, state)
     gpu.close()
     return {"hidden": hidden, **named_state(state)}
+
+
+def decode(run: DeviceRun, a: Arrays) -> Arrays:
+    """See runs.decode. The model lives on the device, with our own products."""
+    weights, cut = ArrayWeights(a), int(a["cut"])
+    decoder = Decoder(weights, kernels.get(supported()[0], 1), "f32")
+    state = HybridState.fresh(decoder.config, int(a["page_tokens"]))
+    resident = Resident(run.device, weights, decoder, gemm="own", note=lambda text: None)
+    rows = [resident.prefill(a["ids"][:cut], state), *(resident.decode(int(token), state) for token in a["ids"][cut:])]
+    resident.fetch(state)
+    resident.close()
+    return {"logits": np.stack(rows), **named_state(state)}

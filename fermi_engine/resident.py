@@ -8,13 +8,14 @@ Activations are float32: the CPU path's equal is EngineConfig(activations='f32')
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from fermi_engine import placement
+from fermi_engine import gpu_boundaries, placement
 from fermi_engine.errors import DeviceError, DeviceMemoryError
+from fermi_engine.gpu_boundaries import Boundaries, Place, Stops
 from fermi_engine.gpu_state import DeviceState, Fetch
 from fermi_engine.gpu_stream import HostMemory
 from fermi_engine.kernels.device_arrays import DeviceArray
@@ -217,41 +218,84 @@ class Resident:
 
     # tokens
 
-    def prefill(self, ids: np.ndarray, state: HybridState, progress: Progress | None = None) -> np.ndarray:
+    def prefill(self, ids: np.ndarray, state: HybridState, progress: Progress | None = None,
+                stops: Stops | None = None) -> np.ndarray:
         """ids int32 [T] after `state` -> logits float32 [vocab] of the last, a new array. progress(done, total) after each block
-        but what is still queued. Raises DeviceError, one line."""
-        return self._prefill(ids, state, progress, False)[0]
+        but what is still queued. stops: who wants states of positions inside; as many as fit beside what there is, and `state`
+        is up to date then. Raises DeviceError, one line."""
+        return self._prefill(ids, state, progress, stops, False)[0]
 
     def rows(self, ids: np.ndarray, state: HybridState) -> np.ndarray:
         """The same, but logits of every token, [T, vocab]."""
-        return np.stack(self._prefill(ids, state, None, True))
+        return np.stack(self._prefill(ids, state, None, None, True))
 
-    def _prefill(self, ids: np.ndarray, state: HybridState, progress: Progress | None, is_every: bool) -> list[np.ndarray]:
+    def _prefill(self, ids: np.ndarray, state: HybridState, progress: Progress | None, stops: Stops | None,
+                 is_every: bool) -> list[np.ndarray]:
         self.admit(state, len(ids), True)
-        rows: list[np.ndarray] = []
         with self._lost_after_errors():
             self._adopt(state)
+            if stops is not None:
+                self.fetch(state)
             self._open_chunks()
             start, most = self._position, self._block_tokens(len(ids))
+            cuts = blocks_of(start, start + len(ids), most) if most < len(ids) else ((start, start + len(ids)),)
+            rows: list[np.ndarray] = []
             queued: list[tuple[Event, int]] = []
-            for begin, end in blocks_of(start, start + len(ids), most) if most < len(ids) else [(start, start + len(ids))]:
-                block = self._block(ids[begin - start : end - start], begin)
-                for w, layer in zip(self._weights, self._device_state.layers, strict=True):
-                    block.mixer(w, layer)
-                    block.route(w)
-                    block.shared(w)
-                    block.finish()
-                rows += [self._logits(block, token) for token in range(block.tokens)] if is_every else []
-                queued.append((self._mark(), end - start))
-                if progress is not None and len(queued) > 1:
-                    event, done = queued.pop(0)
-                    event.synchronize()
-                    progress(done, len(ids))
+            with self._boundaries(state, cuts, stops) as boundaries:
+                for number, (begin, end) in enumerate(cuts):
+                    block = self._block(ids[begin - start : end - start], begin)
+                    self._layers(block, number, boundaries)
+                    rows += [self._logits(block, token) for token in range(block.tokens)] if is_every else []
+                    queued.append((self._mark(), end - start))
+                    if progress is not None and len(queued) > 1:
+                        event, done = queued.pop(0)
+                        event.synchronize()
+                        progress(done, len(ids))
             rows = rows or [self._logits(block, block.tokens - 1)]
             self._position += len(ids)
+            if stops is not None:
+                self.fetch(state)
+        if stops is not None:
+            stops.made(boundaries.states(state), boundaries.seconds)
         if progress is not None:
             progress(len(ids), len(ids))
         return rows
+
+    def _layers(self, block: BlockOnDevice, number: int, boundaries: Boundaries) -> None:
+        """Give all layers of a block."""
+        for layer, (w, mine) in enumerate(zip(self._weights, self._device_state.layers, strict=True)):
+            stops = boundaries.at(number, layer)
+            block.mixer(w, mine, stops)
+            if stops is not None:
+                boundaries.sent(number, layer)
+            block.route(w)
+            block.shared(w)
+            block.finish()
+
+    @contextmanager
+    def _boundaries(self, state: HybridState, blocks: Sequence[tuple[int, int]], stops: Stops | None) -> Iterator[Boundaries]:
+        """States inside a prefill that goes on from `state`; staging memory is theirs until they are all there."""
+        places = self._places(state, stops)
+        with self.ledger.scope():
+            buffer = self._alloc(gpu_boundaries.device_bytes(self.config, places), gpu_boundaries.BUFFER)
+            found = Boundaries(self.device, self.config, places, blocks, self.compute, self.results)
+            found.begin(buffer, self._staging(found.staging_bytes))
+            try:
+                yield found
+                found.finish()
+            finally:
+                found.abandon()
+
+    def _places(self, state: HybridState, stops: Stops | None) -> list[Place]:
+        """Where states are left, those that matter most if there is not memory for all."""
+        wanted, left = stops.wanted() if stops is not None else [], self.ledger.limit - self.ledger.used
+        while wanted:
+            places = gpu_boundaries.places_of(wanted, state)
+            if rounded(gpu_boundaries.device_bytes(self.config, places)) <= left:
+                room = stops.reserve({p.position: gpu_boundaries.host_bytes(self.config, p) for p in places}, state)
+                return [place for place in places if place.position in room]
+            wanted = wanted[: len(wanted) // 2]
+        return []
 
     def _logits(self, block: BlockOnDevice, token: int) -> np.ndarray:
         """Those of a token of a block that has passed all layers."""

@@ -114,6 +114,16 @@ def named_state(state: HybridState) -> Arrays:
     return {f"state.{name}": np.ascontiguousarray(value) for name, value in state.arrays().items() if name != "position"}
 
 
+def decode(k: CpuKernels, a: Arrays) -> Arrays:
+    """ids [T], those before `cut` in one piece and each of the others by itself -> logits [T - cut + 1, vocab] after each piece,
+    and the final state, `state.<part>`."""
+    model, cut = Decoder(ArrayWeights(a), k, "f32"), int(a["cut"])
+    state = HybridState.fresh(model.config, int(a["page_tokens"]))
+    rows = [model.logits(model.hidden(a["ids"][:cut], state)[-1:])[0]]
+    rows += [model.step(int(token), state) for token in a["ids"][cut:]]
+    return {"logits": np.stack(rows), **named_state(state)}
+
+
 def decoder(k: CpuKernels, a: Arrays) -> Arrays:
     """ids [T] in two pieces, the first of `cut` tokens -> logits [T, vocab] and the final state, `state.<part>`."""
     logits, state = _forward(k, a, "f32")
@@ -154,6 +164,7 @@ class ArrayModel:
     pack_hash: str = "arrays"
     gpu: Any = None  # prompts stay on the CPU
     is_resident: bool = False
+    resident: Any = None  # the model on a GPU, where it is
     snapshots: SnapshotCache | None = None
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from numbers import Integral
 from typing import TYPE_CHECKING
 
@@ -288,14 +287,8 @@ class Session:
             if progress is not None:
                 progress(1, 1)
             return logits
-        start = self.position
-        stops = [at for at in (taking.stops if taking else ()) if start < at < start + len(ids)]
         with self._moving():
-            for begin, end in pairwise([start, *stops, start + len(ids)]):
-                done = None if progress is None else _further(progress, begin - start, len(ids))
-                logits = resident.prefill(ids[begin - start : end - start], state, done)
-                if end in stops:
-                    taking.take(self.state, "gpu")
+            logits = resident.prefill(ids, state, progress, taking)
         self._went(ids, "gpu", None)
         return logits
 
@@ -383,11 +376,6 @@ class Session:
             self._state = None
             raise
         assert self._state is state
-
-
-def _further(progress: Progress, before: int, total: int) -> Progress:
-    """Progress of a part behind `before` tokens of `total`."""
-    return lambda done, _: progress(before + done, total)
 
 
 def _whole_numbers(ids: Sequence[int], vocab_size: int) -> np.ndarray:

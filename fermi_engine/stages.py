@@ -233,6 +233,8 @@ STAGES = (
             lambda on: TwiceReference(on.decoder_chain)),
     _above("prefill",          runs.prefill,                 gpu_runs.prefill,
             lambda on: TwiceReference(on.decoder_chain)),
+    _above("decode",           runs.decode,                  gpu_runs.decode,
+            lambda on: TwiceReference(on.decoder_chain)),
     _above("decoder_q4_0",     runs.decoder_q4_0,            None,
             All(logits=Divergence(), digest=Exact())),
     _above("snapshot_resume",  runs.resumed,                 None,                        Exact()),

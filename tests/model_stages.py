@@ -181,6 +181,11 @@ def _prefill(a: Tensors, dtype: torch.dtype) -> Tensors:
     return {"hidden": last[-1:], **_named(state)}
 
 
+def _decode(a: Tensors, dtype: torch.dtype) -> Tensors:
+    logits, state = expanded(a, dtype).forward(a["ids"].long())
+    return {"logits": logits[int(a["cut"]) - 1 :], **_named(state)}
+
+
 def _named(state: list[Tensors]) -> Tensors:
     return {f"state.layers.{i}.{name}": value for i, layer in enumerate(state) for name, value in layer.items()}
 
@@ -314,6 +319,13 @@ MODEL_ORACLES: dict[str, Oracle] = {
         {"tokens": 70, "cuts": (30, 66), "page_tokens": 64, "format": "q4_0", **_SMALL, **_BLOCK_WIDTHS, "hidden": 32,
          "layers": "lf", "key_heads": 1, "ratio": 2, "dk": 32},
         _prefill, usable=lambda a: _decided_model(a, expanded)),
+    "decode": Oracle(
+        draw.quantised_model,
+        {"layers": _LAYERS, "page_tokens": st.sampled_from((1, 4, 64)), "tokens": st.sampled_from((5, 70)),
+         "cut": st.sampled_from((1, 3, 4)), "format": _FORMAT, **_model_sizes(True), "experts": st.just(0), **_HEADS},
+        {"tokens": 9, "cut": 5, "page_tokens": 4, "format": "q8_0", **_SMALL, **_BLOCK_WIDTHS, "layers": "lf", "hidden": 32,
+         "key_heads": 1, "ratio": 2, "dk": 32, "experts": 0},
+        _decode),
     "decoder_q4_0": Oracle(
         draw.quantised_model, {"layers": _LAYERS, **_RUN, "format": st.just("q4_0"), **_model_sizes(True)},
         {"tokens": 40, "cut": 17, "page_tokens": 4, "format": "q4_0", **_SMALL, **_BLOCK_WIDTHS},

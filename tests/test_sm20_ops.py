@@ -154,6 +154,15 @@ def test_a_cut_of_wide_heads_changes_no_bit(device: Device) -> None:
         assert differing(chunked(device, inputs, (70, 131), 1), chunked(device, inputs)) == [], dk
 
 
+@pytest.mark.parametrize(("dk", "dv"), [(96, 64), (64, 32), (128, 128)])
+def test_wide_heads_race_nowhere(dk: int, dv: int) -> None:
+    inputs = CHUNKED.inputs(1, **{**CHUNKED.golden, "tokens": 70, "dk": dk, "dv": dv})
+    opened = open_device("emulated", mode="checked")
+    verdict = find_stage("gdn_chunk").gpu.judge(computed(gpu.gdn_chunk, opened, inputs), CHUNKED.case(inputs))
+    opened.close()
+    assert verdict.passed, verdict
+
+
 def test_later_tokens_leave_earlier_outputs_alone(device: Device, whole: Arrays) -> None:
     """Even where they are NaN: nothing of them is multiplied by zero and added."""
     for at in (1, 8, 62, 64, 130, 199):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tools.faults_kernels import Fault
 
-_BITS, _MEMORY, _SESSION = (f"test:tests/test_resident{name}.py::" for name in ("", "_memory", "_session"))
+_BITS, _MEMORY, _SESSION, _SNAPSHOTS = (
+    f"test:tests/test_resident{name}.py::" for name in ("", "_memory", "_session", "_snapshots"))
 _CPU = f"{_BITS}test_prefill_and_decode_are_the_cpus_within_its_noise"
 _RESTORED = f"{_BITS}test_a_restored_state_goes_on_as_if_nothing_had_been"
 _FILE, _TOKEN = "fermi_engine/resident.py", "fermi_engine/model/gpu_token.py"
@@ -34,6 +35,16 @@ RESIDENT = (
           f"{_MEMORY}test_the_cache_grows_and_changes_no_bit"),
     Fault("a timeline survives its failure", _FILE, "            self._owner = None\n            with suppress",
           "            with suppress", f"{_MEMORY}test_an_interrupt_leaves_the_device_usable"),
+    Fault("states inside a prefill counted from where the host stood", _FILE,
+          "            if stops is not None:\n                self.fetch(state)\n            self._open_chunks()\n",
+          "            self._open_chunks()\n",
+          f"{_SNAPSHOTS}test_states_left_behind_decoded_tokens_go_on_as_if_nothing_had_been"),
+    Fault("states inside a prefill beyond the memory", _FILE,
+          "if rounded(gpu_boundaries.device_bytes(self.config, places)) <= left", "if True",
+          f"{_SNAPSHOTS}test_where_memory_is_short_states_are_fewer_and_logits_the_same"),
+    Fault("memory of states inside a prefill kept", _FILE, "        with self.ledger.scope():\n            buffer",
+          "        with self.ledger.scope(only_after_errors=True):\n            buffer",
+          f"{_SNAPSHOTS}test_where_memory_is_short_states_are_fewer_and_logits_the_same"),
     Fault("a block of prefill beyond the memory", _FILE, "if rounded(Activations(self.config, most).nbytes) <= left", "if True",
           f"{_BITS}test_blocks_of_a_prefill_and_little_memory_change_no_bit"),
     Fault("launches run when they are recorded, too", "fermi_engine/kernels/checked_device.py",
