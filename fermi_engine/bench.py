@@ -22,8 +22,8 @@ from fermi_engine.engine import Engine
 from fermi_engine.errors import RequestError, VerifyError
 from fermi_engine.info import describe_pack
 from fermi_engine.pack import Pack
-from fermi_engine.prefix import Prefix
 from fermi_engine.session import Session, Snapshot
+from fermi_engine.snapshots.prefix import Prefix
 from fermi_engine.state import DeltaState, HybridState, KVPages
 
 WARM_TOKENS = 2  # decoded before the clock runs: the first records the calls of a token
@@ -243,7 +243,7 @@ def first_token(engine: Engine) -> float:
     """
     prompt = ["--raw", "--prompt", FIRST_TEXT] if engine.has_tokenizer else ["--ids", FIRST_IDS]
     backend = ["--backend", engine.options.backend] if engine.options.backend else []
-    command = [sys.executable, "-m", "fermi_engine.cli", "generate", "--model", str(engine.pack.path.absolute()), *prompt,
+    command = [sys.executable, "-m", "fermi_engine.cli.app", "generate", "--model", str(engine.pack.path.absolute()), *prompt,
                "--threads", str(engine.kernels.threads), "--activations", engine.options.activations, *backend,
                "--max-tokens", "4", "--temp", "0", "--ignore-eos"]
     start = time.perf_counter()

@@ -20,7 +20,7 @@ from fermi_engine.config import ModelConfig
 from fermi_engine.errors import CheckpointError
 from fermi_engine.safetensors_header import Entry, Header, read_headers, read_json
 from fermi_engine.shapes import expected_shapes
-from fermi_engine.vision_config import VisionConfig, is_vision, vision_shapes
+from fermi_engine.vision.config import VisionConfig, is_vision, vision_shapes
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")  # longest first: `model.` also starts the first
 HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")

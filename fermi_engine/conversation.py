@@ -16,11 +16,11 @@ from fermi_engine.config import EngineConfig
 from fermi_engine.engine import Engine
 from fermi_engine.errors import RequestError
 from fermi_engine.generate import Finish, Piece, Stream
-from fermi_engine.image_patches import PreparedImage
-from fermi_engine.named_session import NamedSession, Record
 from fermi_engine.sampling import SamplingParams
+from fermi_engine.snapshots.named_session import NamedSession, Record
 from fermi_engine.timeline import Timeline
 from fermi_engine.tokenizer import json_object
+from fermi_engine.vision.patches import PreparedImage
 
 
 @dataclass

@@ -16,6 +16,9 @@ import numpy as np
 
 import fermi_engine
 from fermi_engine.checkpoint import PRUNED, Checkpoint
+from fermi_engine.compression.rules import Assignment, Rule, assign
+from fermi_engine.compression.scales import PLAIN, Scales
+from fermi_engine.compression.sensitivity import resolve
 from fermi_engine.config import eos_ids
 from fermi_engine.errors import CheckpointError, FormatError, PackError
 from fermi_engine.formats import FORMATS, LANES, Format, find_format
@@ -35,12 +38,9 @@ from fermi_engine.pack import (
     is_pack,
 )
 from fermi_engine.pack_writer import PackPlan, PackWriter, Wanted
-from fermi_engine.rules import Assignment, Rule, assign
 from fermi_engine.safetensors_header import INDEX, SINGLE, read_json
-from fermi_engine.scales import PLAIN, Scales
-from fermi_engine.sensitivity import resolve
 from fermi_engine.shapes import pack_shapes
-from fermi_engine.vision_config import is_vision
+from fermi_engine.vision.config import is_vision
 
 BLOCK_BYTES = 8 << 20  # of f32 source rows in memory at a time; quantised copies add at most twice as much
 GATE_UP, DOWN, CONV = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj", ".conv1d.weight"

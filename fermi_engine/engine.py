@@ -19,17 +19,17 @@ from fermi_engine.kernels.threads import cpus_to_pin, default_threads
 
 if TYPE_CHECKING:
     from fermi_engine.generate import Stream
-    from fermi_engine.gpu_choice import GpuChoice
-    from fermi_engine.image_patches import PreparedImage
+    from fermi_engine.gpu.choice import GpuChoice
+    from fermi_engine.gpu.resident import Resident
     from fermi_engine.kernels.gpu import Device
     from fermi_engine.pack import Pack
-    from fermi_engine.resident import Resident
     from fermi_engine.sampling import SamplingParams
     from fermi_engine.session import Session
-    from fermi_engine.snapshot_disk import DiskTier
-    from fermi_engine.snapshots import SnapshotCache
+    from fermi_engine.snapshots.cache import SnapshotCache
+    from fermi_engine.snapshots.disk import DiskTier
     from fermi_engine.tokenizer import Tokenizer
-    from fermi_engine.vision import Vision
+    from fermi_engine.vision.encoder import Vision
+    from fermi_engine.vision.patches import PreparedImage
 
 SNAPSHOT_RAM = 4 << 30  # bytes at most, unless it is said otherwise
 
@@ -63,7 +63,7 @@ class Engine:
 
     def _snapshot_cache(self, budget: int) -> SnapshotCache | None:
         """States that prompts go on from; None where there is no room for one."""
-        from fermi_engine.snapshots import SnapshotCache
+        from fermi_engine.snapshots.cache import SnapshotCache
         from fermi_engine.state import HybridState
 
         least = HybridState.least_bytes(self.config, self.options.kv_block, self.options.kv_format) + 4 * self.config.vocab_size
@@ -79,8 +79,8 @@ class Engine:
         options = self.options
         if options.snapshot_dir is None:
             return None
-        from fermi_engine import snapshot_disk
-        from fermi_engine.prefix import NumericPath
+        from fermi_engine.snapshots import disk as snapshot_disk
+        from fermi_engine.snapshots.prefix import NumericPath
 
         queue = min(snapshot_disk.QUEUE_BYTES, memory_budget // 2)
         numeric = NumericPath.of(self.pack_hash, options)
@@ -91,7 +91,7 @@ class Engine:
         """Decides about prefill on the GPU; None where the CPU does all of it."""
         if self.options.prefill == "cpu" or self.options.decode == "gpu":
             return None
-        from fermi_engine.gpu_choice import GpuChoice
+        from fermi_engine.gpu.choice import GpuChoice
 
         return GpuChoice(self.pack, self.decoder, self.options)
 
@@ -109,8 +109,8 @@ class Engine:
     @property
     def resident(self) -> Resident:
         """The model on the GPU, where it is put when it is first asked for. Raises DeviceError."""
+        from fermi_engine.gpu.resident import Resident
         from fermi_engine.kernels.gpu import open_device
-        from fermi_engine.resident import Resident
 
         if self._device is None:
             self._device = open_device(self.options.device)
@@ -180,7 +180,7 @@ class Engine:
     @cached_property
     def vision(self) -> Vision:
         """The image half. Raises RequestError where the pack holds none."""
-        from fermi_engine.vision import Vision
+        from fermi_engine.vision.encoder import Vision
 
         return Vision(self.pack, self.kernels, self.options.activations)
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fermi_engine.checkpoint import UNUSED_PARTS, Checkpoint
+from fermi_engine.compression.rules import assign
 from fermi_engine.config import ModelConfig
 from fermi_engine.convert import DOWN, GATE_UP, checkpoint_eos_ids, plan_pack
 from fermi_engine.formats import FORMATS
 from fermi_engine.pack import Pack
-from fermi_engine.rules import assign
 from fermi_engine.shapes import pack_shapes
-from fermi_engine.vision_config import VisionConfig
+from fermi_engine.vision.config import VisionConfig
 
 VISION = "vision"
 STATE_BYTES = 4  # keys, values, conv tails and recurrent state are float32

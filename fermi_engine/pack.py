@@ -26,7 +26,7 @@ from fermi_engine.formats import FORMATS, Experts, Matrix
 from fermi_engine.pack_layout import LINE, PAGE, Blob, Part, blob_name, parse_part
 from fermi_engine.safetensors_header import Entry, Header, read_header
 from fermi_engine.shapes import pack_shapes
-from fermi_engine.vision_config import VisionConfig
+from fermi_engine.vision.config import VisionConfig
 
 PACK_FORMAT = "fermi-engine-pack"
 PACK_VERSION = 1

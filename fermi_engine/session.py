@@ -12,15 +12,15 @@ import numpy as np
 
 from fermi_engine.errors import DeviceError, RequestError
 from fermi_engine.model.weights import Trace, silent
-from fermi_engine.prefix import NumericPath, Prefix
-from fermi_engine.snapshots import Snapshot, SnapshotCache
+from fermi_engine.snapshots.cache import Snapshot, SnapshotCache
+from fermi_engine.snapshots.prefix import NumericPath, Prefix
+from fermi_engine.snapshots.taking import Taking, extended
 from fermi_engine.state import HybridState
-from fermi_engine.taking import Taking, extended
-from fermi_engine.vision import PlacedImages, Seen
+from fermi_engine.vision.encoder import PlacedImages, Seen
 
 if TYPE_CHECKING:
     from fermi_engine.engine import Engine
-    from fermi_engine.image_patches import PreparedImage
+    from fermi_engine.vision.patches import PreparedImage
 
 __all__ = ["Session", "Snapshot"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fermi_engine.config import ModelConfig
-from fermi_engine.vision_config import VisionConfig, stored_shapes
+from fermi_engine.vision.config import VisionConfig, stored_shapes
 
 
 def pack_shapes(c: ModelConfig, vision: VisionConfig | None) -> dict[str, tuple[int, ...]]:

@@ -12,8 +12,8 @@ from fermi_engine import report
 
 if TYPE_CHECKING:
     from fermi_engine.engine import Engine
-    from fermi_engine.image_patches import PreparedImage
     from fermi_engine.session import Session
+    from fermi_engine.vision.patches import PreparedImage
 
 LONG_PREFILL = 512  # tokens from which on progress is worth showing
 

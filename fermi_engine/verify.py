@@ -20,11 +20,11 @@ import numpy as np
 
 from fermi_engine import kernels
 from fermi_engine.compare import Arrays, Case, verdict
-from fermi_engine.device_run import DEVICES, Reopened
 from fermi_engine.errors import DeviceError, VerifyError
 from fermi_engine.kernels import dispatch
 from fermi_engine.safetensors_header import read_header
-from fermi_engine.stages import STAGES, Stage, find_stage
+from fermi_engine.stages.device_run import DEVICES, Reopened
+from fermi_engine.stages.table import STAGES, Stage, find_stage
 
 MANIFEST = "MANIFEST.json"
 GOLDEN_FORMAT = "fermi-engine-golden"

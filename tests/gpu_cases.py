@@ -10,7 +10,7 @@ import pytest
 
 from fermi_engine import Engine, EngineConfig
 from fermi_engine.convert import convert
-from fermi_engine.gpu_prefill import HybridPrefill
+from fermi_engine.gpu.prefill import HybridPrefill
 from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.model.decoder import Decoder
 from fermi_engine.state import HybridState

@@ -14,10 +14,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fermi_engine import kernels, runs
-from fermi_engine.array_weights import CONFIG
+from fermi_engine import kernels
 from fermi_engine.compare import Arrays, divergence
 from fermi_engine.config import ModelConfig
+from fermi_engine.stages import runs
+from fermi_engine.stages.array_weights import CONFIG
 from reference import attention, moe, norms, rope
 from reference.decoder import Decoder
 from reference.quant import QuantMatrix, unpack_q4_0, unpack_q8_0

@@ -14,9 +14,9 @@ from fermi_engine import Engine, EngineConfig
 from fermi_engine.config import ModelConfig
 from fermi_engine.convert import convert
 from fermi_engine.formats import FORMATS, Matrix
+from fermi_engine.gpu.resident import Resident
 from fermi_engine.kernels.checked_device import CheckedDevice
 from fermi_engine.kernels.emulated import EmulatedDevice
-from fermi_engine.resident import Resident
 from fermi_engine.shapes import expected_shapes
 from fermi_engine.state import HybridState
 from tools.make_checkpoint import make_checkpoint

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 from fermi_engine import SamplingParams, generate, kept_memory, kernels, state
-from fermi_engine.array_weights import ArrayWeights
 from fermi_engine.config import EngineConfig
-from fermi_engine.gpu_choice import GpuChoice
+from fermi_engine.gpu.choice import GpuChoice
 from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.model.decoder import Decoder
-from fermi_engine.prefix import ImageSpan, NumericPath, Prefix
-from fermi_engine.runs import ArrayModel, digest
 from fermi_engine.session import Session
-from fermi_engine.snapshot_budget import Costs
-from fermi_engine.snapshot_disk import DiskTier
-from fermi_engine.snapshots import Snapshot, SnapshotCache
+from fermi_engine.snapshots.budget import Costs
+from fermi_engine.snapshots.cache import Snapshot, SnapshotCache
+from fermi_engine.snapshots.disk import DiskTier
+from fermi_engine.snapshots.prefix import ImageSpan, NumericPath, Prefix
+from fermi_engine.stages.array_weights import ArrayWeights
+from fermi_engine.stages.runs import ArrayModel, digest
 from fermi_engine.state import KVPages
 from tests.strategies import Draws
 from tests.tiny_models import quantised_model

@@ -1,4 +1,4 @@
-"""THE STAGE TABLE, test half: reference, inputs and golden of each row of fermi_engine/stages.py.
+"""THE STAGE TABLE, test half: reference, inputs and golden of each row of fermi_engine/stages/table.py.
 
 The references stand in kernel_references.py, rows of sm_20 alone in gpu_stages.py and token_stages.py, rows above kernels in
 model_stages.py and vision_stages.py.

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from fermi_engine import Engine, EngineConfig, bench, cli, pack_writer, roofline
+from fermi_engine import Engine, EngineConfig, bench, pack_writer, roofline
 from fermi_engine.against import against, first_failure
+from fermi_engine.cli import app as cli
+from fermi_engine.compression.rules import assign
 from fermi_engine.convert import plan_pack
 from fermi_engine.errors import ConfigError, PackError, RequestError
 from fermi_engine.formats import FORMATS, LANES
 from fermi_engine.kernels.cpu import CpuKernels
 from fermi_engine.pack import Pack
 from fermi_engine.pack_layout import Part
-from fermi_engine.rules import assign
 from fermi_engine.shapes import expected_shapes
 from fermi_engine.state import KVPages
 from fermi_engine.tokenizer import Tokenizer

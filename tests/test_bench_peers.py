@@ -14,8 +14,8 @@ import gguf
 import numpy as np
 import pytest
 
+from fermi_engine.compression.rules import assign
 from fermi_engine.errors import FermiError
-from fermi_engine.rules import assign
 from fermi_engine.shapes import expected_shapes
 from tools.bench import make_gguf as maker
 from tools.bench import peers

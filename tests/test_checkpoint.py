@@ -20,7 +20,7 @@ from fermi_engine.convert import convert
 from fermi_engine.errors import CheckpointError, ConfigError, PackError
 from fermi_engine.safetensors_header import Header, read_header
 from fermi_engine.shapes import expected_shapes
-from fermi_engine.vision_config import is_vision
+from fermi_engine.vision.config import is_vision
 from tools.make_checkpoint import make_checkpoint
 
 SMALL = {"layers": 4, "hidden": 32, "experts": 3, "experts_per_tok": 2, "heads": 2, "kv_heads": 1, "value_heads": 4}

@@ -18,7 +18,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fermi_engine import against, chat, cli, cli_files, memory, report, verify
+from fermi_engine import against, chat, memory, report, verify
+from fermi_engine.cli import app as cli
+from fermi_engine.cli import files as cli_files
 from fermi_engine.convert import convert
 from fermi_engine.engine import Engine
 from fermi_engine.formats import FORMATS
@@ -27,7 +29,7 @@ from fermi_engine.kernels import dispatch
 from fermi_engine.pack import Pack, blob_name
 from fermi_engine.sampling import SamplingParams
 from fermi_engine.timeline import Timeline
-from fermi_engine.vision_config import stored_shapes
+from fermi_engine.vision.config import stored_shapes
 from tools.make_checkpoint import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,7 +58,7 @@ def pack(models: Path) -> Path:
 
 def cli_process(*args: str | Path, **options) -> subprocess.CompletedProcess:
     """The program in a process of its own."""
-    command = [sys.executable, "-m", "fermi_engine.cli", *map(str, args)]
+    command = [sys.executable, "-m", "fermi_engine.cli.app", *map(str, args)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, **options)
 
 
@@ -80,7 +82,7 @@ def assert_one_line_error(status: int, out: str, err: str, *parts: str) -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     script = (
-        "import sys\nfrom fermi_engine import cli\n"
+        "import sys\nfrom fermi_engine.cli import app as cli\n"
         f"lines = [[], ['--help'], ['-h'], ['--version'], *([c, '--help'] for c in {COMMANDS!r})]\n"
         "statuses = [cli.run(line) for line in lines]\n"
         f"print([statuses, sorted(set({HEAVY!r}) & set(sys.modules))])\n")
@@ -213,7 +215,7 @@ def test_settings_are_refused_before_the_model_is_loaded(capsys: pytest.CaptureF
 
 
 def test_an_old_cpu_is_refused_before_numpy_loads(pack: Path) -> None:
-    script = ("import sys\nfrom fermi_engine import cli\nfrom fermi_engine.kernels import dispatch\n"
+    script = ("import sys\nfrom fermi_engine.cli import app as cli\nfrom fermi_engine.kernels import dispatch\n"
               "dispatch.cpu_features = lambda: frozenset({'ssse3'})\n"
               f"statuses = [cli.run(line.split()) for line in ('info {pack}', 'convert a b', 'verify', "
               f"'generate -m {pack} -p x')]\nprint(statuses, 'numpy' in sys.modules)\n")
@@ -235,7 +237,7 @@ def test_a_reader_that_leaves_is_no_error(pack: Path) -> None:
         read_end, write_end = os.pipe()
         os.close(read_end)
         with open(write_end, "wb") as gone:
-            done = subprocess.run([sys.executable, "-m", "fermi_engine.cli", *map(str, args)], cwd=ROOT, check=False,
+            done = subprocess.run([sys.executable, "-m", "fermi_engine.cli.app", *map(str, args)], cwd=ROOT, check=False,
                                   stdout=gone, stderr=subprocess.PIPE, text=True, timeout=120)
         assert done.returncode == 141
         assert [line for line in done.stderr.splitlines() if " mapped, " not in line] == []
@@ -245,7 +247,7 @@ def test_a_reader_that_leaves_is_no_error(pack: Path) -> None:
 def test_a_full_disk_is_one_line(pack: Path) -> None:
     for args in (["info", pack], ["generate", "-m", pack, "--ids", "1,2", "-n", "8"]):
         with open("/dev/full", "wb") as full:
-            done = subprocess.run([sys.executable, "-m", "fermi_engine.cli", *map(str, args)], cwd=ROOT, check=False,
+            done = subprocess.run([sys.executable, "-m", "fermi_engine.cli.app", *map(str, args)], cwd=ROOT, check=False,
                                   stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
         assert done.returncode == 2
         assert done.stderr.splitlines()[-1] == (
@@ -297,7 +299,7 @@ def test_a_link_to_nowhere_in_a_checkpoint_is_one_line(models: Path, tmp_path: P
 
 def closed(redirection: str, *args: str | Path) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of the program with a stream closed by the shell."""
-    words = [sys.executable, "-m", "fermi_engine.cli", *map(str, args)]
+    words = [sys.executable, "-m", "fermi_engine.cli.app", *map(str, args)]
     done = subprocess.run(["sh", "-c", f'exec "$@" {redirection}', "sh", *words], cwd=ROOT, capture_output=True, text=True,
                           stdin=subprocess.DEVNULL, timeout=120, check=False)
     return done.returncode, done.stdout, done.stderr
@@ -325,7 +327,7 @@ def test_a_note_does_not_move_to_stdout(monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("module", ["typer", "fermi_engine.report", "fermi_engine.cli_files"])
+@pytest.mark.parametrize("module", ["typer", "fermi_engine.report", "fermi_engine.cli.files"])
 def test_interrupt_while_modules_load_is_one_line(module: str) -> None:
     """The start is half of a short command's time."""
     script = ("import sys\n"
@@ -334,14 +336,14 @@ def test_interrupt_while_modules_load_is_one_line(module: str) -> None:
               f"        if name == {module!r}: raise KeyboardInterrupt\n"
               "sys.meta_path.insert(0, Interrupt())\n"
               "sys.argv = ['fermi-engine', 'info', '/nonexistent']\n"
-              "from fermi_engine.cli import main\n"
+              "from fermi_engine.cli.app import main\n"
               "main()\n")
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 def test_interrupt_ends_with_one_line_and_status_130(pack: Path) -> None:
-    command = [sys.executable, "-m", "fermi_engine.cli", "generate", "-m", str(pack), "--ids", "1,2", "-n", "200000",
+    command = [sys.executable, "-m", "fermi_engine.cli.app", "generate", "-m", str(pack), "--ids", "1,2", "-n", "200000",
                "--ignore-eos"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.read(1)  # generation has begun

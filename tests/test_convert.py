@@ -19,14 +19,14 @@ import pytest
 
 from fermi_engine import convert as convert_module
 from fermi_engine.checkpoint import Checkpoint
+from fermi_engine.compression.rules import F32_RULES, assign, parse_rules, rule_rows
 from fermi_engine.convert import cache_directory, cached_pack, convert
 from fermi_engine.errors import CheckpointError, ConfigError, FermiError, FormatError, PackError
 from fermi_engine.formats import FORMATS
 from fermi_engine.pack import Pack
-from fermi_engine.rules import F32_RULES, assign, parse_rules, rule_rows
 from fermi_engine.safetensors_header import read_header
 from fermi_engine.shapes import expected_shapes, pack_shapes
-from fermi_engine.vision_config import is_vision, stored_shapes
+from fermi_engine.vision.config import is_vision, stored_shapes
 from tools.make_checkpoint import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]

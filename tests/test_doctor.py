@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fermi_engine import cli, doctor
+from fermi_engine import doctor
+from fermi_engine.cli import app as cli
 from fermi_engine.errors import DeviceError
 from fermi_engine.kernels import dispatch, gpu
 from fermi_engine.kernels.emulated import EmulatedDevice
@@ -131,7 +132,7 @@ def test_a_backend_that_cannot_run_is_a_problem(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_an_old_cpu_is_described_without_numpy() -> None:
-    script = ("import sys\nfrom fermi_engine import cli\nfrom fermi_engine.kernels import dispatch\n"
+    script = ("import sys\nfrom fermi_engine.cli import app as cli\nfrom fermi_engine.kernels import dispatch\n"
               "dispatch.cpu_features = lambda: frozenset({'ssse3'})\n"
               "print(cli.run(['doctor']), 'numpy' in sys.modules)\n")
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -17,7 +17,7 @@ from fermi_engine.errors import BackendError, VerifyError
 from fermi_engine.kernels import dispatch
 from fermi_engine.kernels.cpu import CpuKernels
 from fermi_engine.safetensors_header import read_header
-from fermi_engine.stages import STAGES, find_stage
+from fermi_engine.stages.table import STAGES, find_stage
 from tests.stages import ORACLES
 from tools import make_golden
 

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from fermi_engine import Engine, EngineConfig, SamplingParams, cli, gpu_choice, gpu_cost
+from fermi_engine import Engine, EngineConfig, SamplingParams
+from fermi_engine.cli import app as cli
 from fermi_engine.errors import ConfigError, DeviceError, RequestError
-from fermi_engine.gpu_cost import Cost
-from fermi_engine.gpu_report import busy
+from fermi_engine.gpu import choice as gpu_choice
+from fermi_engine.gpu import cost as gpu_cost
+from fermi_engine.gpu.cost import Cost
+from fermi_engine.gpu.report import busy
 from fermi_engine.kernels import selftest
 from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.sizes import parse_bytes

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fermi_engine import Engine, EngineConfig, gpu_choice, gpu_stream
+from fermi_engine import Engine, EngineConfig
 from fermi_engine.errors import DeviceError, DeviceMemoryError
+from fermi_engine.gpu import choice as gpu_choice
+from fermi_engine.gpu import stream as gpu_stream
 from fermi_engine.kernels.emulated import EmulatedDevice
 from tests.gpu_cases import engines, fresh, hybrid, ids_for, outcome, packs, plain, run
 

@@ -9,9 +9,10 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from fermi_engine import Engine, gpu_stream
-from fermi_engine.gpu_prefill import HybridPrefill, few_are_hit
-from fermi_engine.gpu_report import busy
+from fermi_engine import Engine
+from fermi_engine.gpu import stream as gpu_stream
+from fermi_engine.gpu.prefill import HybridPrefill, few_are_hit
+from fermi_engine.gpu.report import busy
 from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.kernels.schedule import EmulatedStream
 from tests.gpu_cases import LENGTH, engines, fresh, hybrid, ids_for, outcome, packs, plain, run
@@ -66,7 +67,7 @@ def test_few_tokens_copy_only_the_experts_they_hit(engines):
     assert c.num_hidden_layers * c.num_experts_per_tok <= copied / prefill.experts[0].expert_bytes \
         <= c.num_hidden_layers * c.num_experts_per_tok * 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fermi_engine.gpu_prefill.few_are_hit", lambda *_: False)
+        patch.setattr("fermi_engine.gpu.prefill.few_are_hit", lambda *_: False)
         assert run(engine, ids) == few
 
 

@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fermi_engine import gpu_prefill, kept_memory
+from fermi_engine import kept_memory
 from fermi_engine.errors import DeviceError
-from fermi_engine.gpu_boundaries import BUFFER, Boundaries
-from fermi_engine.gpu_prefill import HybridPrefill
+from fermi_engine.gpu import prefill as gpu_prefill
+from fermi_engine.gpu.boundaries import BUFFER, Boundaries
+from fermi_engine.gpu.prefill import HybridPrefill
 from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.kernels.schedule import EmulatedStream
-from fermi_engine.prefix import Prefix
-from fermi_engine.runs import ArrayModel
 from fermi_engine.session import Session
-from fermi_engine.snapshots import Snapshot
+from fermi_engine.snapshots.cache import Snapshot
+from fermi_engine.snapshots.prefix import Prefix
+from fermi_engine.stages.runs import ArrayModel
 from fermi_engine.state import HybridState
 from tests import snapshot_cases as cases
 from tests.conftest import SOAK

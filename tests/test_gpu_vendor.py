@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fermi_engine import Engine, gpu_stream
+from fermi_engine import Engine
 from fermi_engine.errors import DeviceError
+from fermi_engine.gpu import stream as gpu_stream
 from fermi_engine.kernels.device_arrays import DeviceArray, DeviceMatrix
 from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.kernels.sm20_vendor import VendorKernels

@@ -12,7 +12,7 @@ import torch
 
 from fermi_engine import Engine
 from fermi_engine.errors import DeviceError
-from fermi_engine.gpu_prefill import HybridPrefill
+from fermi_engine.gpu.prefill import HybridPrefill
 from fermi_engine.kernels.gpu import Device, open_device
 from fermi_engine.model.decoder import Decoder
 from fermi_engine.state import HybridState, KVPages

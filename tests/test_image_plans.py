@@ -14,9 +14,11 @@ from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import Min
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-from fermi_engine import image_patches, image_plans, image_prompt
 from fermi_engine.errors import ImageError, RequestError
-from fermi_engine.image_plans import MiniCpmImages, QwenImages, Resize
+from fermi_engine.vision import patches as image_patches
+from fermi_engine.vision import plans as image_plans
+from fermi_engine.vision import prompt as image_prompt
+from fermi_engine.vision.plans import MiniCpmImages, QwenImages, Resize
 from tests import hf_vision
 from tests.test_vision_reference import IMAGE, image_prompts
 

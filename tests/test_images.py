@@ -15,8 +15,8 @@ import pytest
 from PIL import Image, ImageOps
 from transformers import image_transforms
 
-from fermi_engine import images
 from fermi_engine.errors import ImageError
+from fermi_engine.vision import images
 
 WIDTH, HEIGHT = 7, 5
 
@@ -207,6 +207,6 @@ def test_damage_gives_an_error_or_an_image(name):
 
 
 def test_importing_the_module_leaves_pillow_alone():
-    code = "import sys, fermi_engine.images, fermi_engine.image_patches; print('PIL' in sys.modules)"
+    code = "import sys, fermi_engine.vision.images, fermi_engine.vision.patches; print('PIL' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from fermi_engine.checkpoint import Checkpoint
-from fermi_engine.vision_config import is_vision
+from fermi_engine.vision.config import is_vision
 from tools import make_checkpoint as maker
 from tools import random_weights
 from tools.byte_tokenizer import SPECIALS, token_id

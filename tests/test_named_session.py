@@ -16,11 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from fermi_engine import Engine, EngineConfig, cli, generate, named_session
+from fermi_engine import Engine, EngineConfig, generate
+from fermi_engine.cli import app as cli
 from fermi_engine.convert import convert
 from fermi_engine.errors import RequestError, SnapshotError
-from fermi_engine.named_session import NamedSession, Record, check_name
-from fermi_engine.snapshot_files import read_info
+from fermi_engine.snapshots import named_session
+from fermi_engine.snapshots.files import read_info
+from fermi_engine.snapshots.named_session import NamedSession, Record, check_name
 from tests.test_snapshot_disk import tier
 from tests.test_snapshot_files import SIZES
 from tools.make_checkpoint import make_checkpoint
@@ -61,7 +63,7 @@ def line(model: Path, where: Path, *args) -> list[str]:
 
 
 def process(*args: str, **options) -> subprocess.Popen:
-    command, pipe = [sys.executable, "-m", "fermi_engine.cli", *args], subprocess.PIPE
+    command, pipe = [sys.executable, "-m", "fermi_engine.cli.app", *args], subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, **options)
 
 
@@ -387,8 +389,9 @@ def test_kill_9_while_a_session_is_saved(engine, directory):
     """The session stands at the answer before or at the one after it, whole."""
     code = f"""
 from pathlib import Path
-from fermi_engine import Engine, EngineConfig, sealed_file
-from fermi_engine.named_session import NamedSession, Record
+from fermi_engine import Engine, EngineConfig
+from fermi_engine.snapshots import sealed_file
+from fermi_engine.snapshots.named_session import NamedSession, Record
 from tests.test_snapshot_disk import tier
 sealed_file.CHUNK_BYTES = 500  # many writes
 engine = Engine.load({str(engine.pack.path)!r}, config=EngineConfig(threads=1))

@@ -65,7 +65,7 @@ def test_every_op_gives_the_same_bits_on_westmere(native):
 
 
 def test_verify_passes_on_westmere():
-    done = emulated("Westmere", "-m", "fermi_engine.cli", "verify")
+    done = emulated("Westmere", "-m", "fermi_engine.cli.app", "verify")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -75,7 +75,7 @@ def test_dispatch_picks_ssse3_on_westmere():
 
 
 def test_a_cpu_below_the_floor_gets_one_line():
-    done = emulated("core2duo", "-m", "fermi_engine.cli", "verify")
+    done = emulated("core2duo", "-m", "fermi_engine.cli.app", "verify")
     assert done.returncode == 2
     assert done.stderr.strip().splitlines() == [
         "error: this CPU lacks sse4.1, sse4.2, popcnt: x86-64-v2 (Westmere, 2010, or newer) is the floor"

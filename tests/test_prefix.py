@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fermi_engine import boundaries
-from fermi_engine.prefix import ImageSpan, NumericPath, Prefix
-from fermi_engine.prefix_tree import Entry, PrefixTree
-from fermi_engine.snapshots import Snapshot
+from fermi_engine.snapshots import boundaries
+from fermi_engine.snapshots.cache import Snapshot
+from fermi_engine.snapshots.prefix import ImageSpan, NumericPath, Prefix
+from fermi_engine.snapshots.prefix_tree import Entry, PrefixTree
 from fermi_engine.state import HybridState
 
 PATH = NumericPath("pack", "q8_0", "f32")

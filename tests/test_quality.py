@@ -12,18 +12,22 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, kl_div
 
-from fermi_engine import cli, cli_eval, evaluate, image_prompt, quality
+from fermi_engine.cli import app as cli
+from fermi_engine.cli import evaluate as cli_eval
 from fermi_engine.config import EngineConfig
 from fermi_engine.convert import convert
-from fermi_engine.documents import Document, ImageFile, Reader, texts, windows
 from fermi_engine.engine import Engine
 from fermi_engine.errors import FermiError, ImageError, RequestError, TokenizerError
-from fermi_engine.evaluate import Mixed, Model
 from fermi_engine.info import part_of
 from fermi_engine.model.decoder import Decoder
-from fermi_engine.quality import Records, by_position, log_softmax, mean_error, score, summary
-from fermi_engine.resume import Resume, digest_of
+from fermi_engine.quality import evaluate
+from fermi_engine.quality import measures as quality
+from fermi_engine.quality.documents import Document, ImageFile, Reader, texts, windows
+from fermi_engine.quality.evaluate import Mixed, Model
+from fermi_engine.quality.measures import Records, by_position, log_softmax, mean_error, score, summary
+from fermi_engine.quality.resume import Resume, digest_of
 from fermi_engine.state import HybridState
+from fermi_engine.vision import prompt as image_prompt
 from tools import oracle, tiny_text
 from tools.make_checkpoint import make_checkpoint
 from tools.tiny_tasks import Encoder

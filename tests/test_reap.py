@@ -20,14 +20,17 @@ import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from fermi_engine import calibration, chat, cli, kernels
-from fermi_engine import reap as reap_module
-from fermi_engine.array_weights import CONFIG, ArrayWeights, config_array
-from fermi_engine.calibration import watch
+from fermi_engine import chat, kernels
 from fermi_engine.checkpoint import Checkpoint
+from fermi_engine.cli import app as cli
+from fermi_engine.compression import calibration
+from fermi_engine.compression import reap as reap_module
+from fermi_engine.compression.calibration import watch
+from fermi_engine.compression.prune_checkpoint import prune_checkpoint
+from fermi_engine.compression.prune_pack import prune_pack
+from fermi_engine.compression.saliency import Saliency, Scores, keep_best
 from fermi_engine.config import EngineConfig
 from fermi_engine.convert import convert
-from fermi_engine.documents import Document, Reader
 from fermi_engine.engine import Engine
 from fermi_engine.errors import CheckpointError, FermiError, PackError, RequestError
 from fermi_engine.formats import Experts
@@ -36,12 +39,11 @@ from fermi_engine.kernels import dispatch
 from fermi_engine.model.decoder import Decoder as EngineDecoder
 from fermi_engine.model.moe import SparseMoE
 from fermi_engine.pack import Pack, blob_name
-from fermi_engine.prune_checkpoint import prune_checkpoint
-from fermi_engine.pruning import prune_pack
-from fermi_engine.resume import Resume
+from fermi_engine.quality.documents import Document, Reader
+from fermi_engine.quality.resume import Resume
 from fermi_engine.safetensors_header import read_header
-from fermi_engine.saliency import Saliency, Scores, keep_best
 from fermi_engine.sampling import SamplingParams
+from fermi_engine.stages.array_weights import CONFIG, ArrayWeights, config_array
 from fermi_engine.state import HybridState
 from reference import reap as oracle_reap
 from reference.decoder import Decoder
@@ -573,7 +575,8 @@ def test_scores_outlive_an_interrupted_pruning(capsys, pack, text, tmp_path, cac
 
 def test_a_process_that_is_stopped_leaves_nothing_half_done(pack, text, tmp_path) -> None:
     """Ctrl-C of the real program while it measures: one line, no output, and the next run ends as if nothing had been."""
-    script = ("import sys, time\nfrom fermi_engine import calibration, cli\nreal = calibration._read\n"
+    script = ("import sys, time\nfrom fermi_engine.cli import app as cli\n"
+              "from fermi_engine.compression import calibration\nreal = calibration._read\n"
               "def slow(*a):\n    print('reading', flush=True)\n    time.sleep(20)\n    real(*a)\n"
               "calibration._read = slow\nsys.exit(cli.run(sys.argv[1:]))")
     line = ["reap", "-m", pack, "--calibration", text, "-t", "1", "--keep", "3", "-o", tmp_path / "dst"]
@@ -702,7 +705,7 @@ def test_a_choice_that_no_model_has_is_refused(pack, source, tmp_path) -> None:
 def test_memory_does_not_grow_with_the_pack(tmp_path) -> None:
     """Pruning 1 GB of experts takes less than 64 MB beyond what importing takes."""
     src = convert(make_checkpoint(tmp_path / "big", 1, big=True), tmp_path / "big.pack", "q8_0")
-    script = ("import sys, numpy as np\nfrom fermi_engine.pruning import prune_pack\n"
+    script = ("import sys, numpy as np\nfrom fermi_engine.compression.prune_pack import prune_pack\n"
               "def peak():\n    rows = open('/proc/self/status').read().split('\\n')\n"
               "    return next(int(r.split()[1]) for r in rows if r.startswith('RssAnon'))\n"
               "most = []\nbefore = peak()\n"

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from fermi_engine import Engine
+from fermi_engine.gpu.resident import Resident
 from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.kernels.gpu import Device, open_device
 from fermi_engine.kernels.schedule import EmulatedStream
-from fermi_engine.resident import Resident
 from fermi_engine.state import HybridState
 from tests.resident_cases import Call, dense, drive, everything, fresh, ids_for, resident
 from tests.test_device import no_cuda

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from fermi_engine.errors import DeviceError, DeviceMemoryError
+from fermi_engine.gpu.resident import CAPACITY_STEP, Resident
 from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.kernels.threads import default_threads
 from fermi_engine.model.decoder import Decoder
-from fermi_engine.resident import CAPACITY_STEP, Resident
 from fermi_engine.state import HybridState
 from tests.resident_cases import Hollow, Unread, dense, drive, everything, fresh, ids_for, resident
 from tools.bench.geometries import geometry

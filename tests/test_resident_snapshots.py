@@ -11,14 +11,14 @@ import pytest
 from fermi_engine import kernels
 from fermi_engine.config import EngineConfig
 from fermi_engine.errors import RequestError
-from fermi_engine.gpu_boundaries import BUFFER
+from fermi_engine.gpu.boundaries import BUFFER
+from fermi_engine.gpu.resident import Resident
 from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.model.decoder import Decoder
-from fermi_engine.resident import Resident
-from fermi_engine.runs import ArrayModel
 from fermi_engine.session import Session
-from fermi_engine.snapshot_budget import Costs
-from fermi_engine.snapshots import SnapshotCache
+from fermi_engine.snapshots.budget import Costs
+from fermi_engine.snapshots.cache import SnapshotCache
+from fermi_engine.stages.runs import ArrayModel
 from tests import snapshot_cases as cases
 from tests.snapshot_cases import ids_for, outcome
 from tests.test_gpu_snapshots import Wanted, bits, fresh

@@ -13,24 +13,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fermi_engine import calibrate as calibrate_module
-from fermi_engine import calibration, cli, evaluate, scales, sensitivity
-from fermi_engine.calibrate import Request, calibrate
 from fermi_engine.checkpoint import Checkpoint, expected_shapes
+from fermi_engine.cli import app as cli
+from fermi_engine.compression import calibrate as calibrate_module
+from fermi_engine.compression import calibration, scales, sensitivity
+from fermi_engine.compression.calibrate import Request, calibrate
+from fermi_engine.compression.moments import COUNTS, Input, Moments, input_of, inputs
+from fermi_engine.compression.rules import Rule, assign
+from fermi_engine.compression.scales import Scales, fitted_q4_0, mse_q4_0, pack_q4_0, unpack_q4_0, values_q4_0
+from fermi_engine.compression.sensitivity import resolve, sensitive
 from fermi_engine.config import EngineConfig
 from fermi_engine.convert import convert
 from fermi_engine.engine import Engine
 from fermi_engine.errors import ConfigError, FermiError, FormatError, RequestError
-from fermi_engine.evaluate import Model
 from fermi_engine.formats import FORMATS
-from fermi_engine.moments import COUNTS, Input, Moments, input_of, inputs
 from fermi_engine.pack import Pack, blob_name
-from fermi_engine.quality import summary
-from fermi_engine.resume import Resume
-from fermi_engine.rules import Rule, assign
+from fermi_engine.quality import evaluate
+from fermi_engine.quality.evaluate import Model
+from fermi_engine.quality.measures import summary
+from fermi_engine.quality.resume import Resume
 from fermi_engine.safetensors_header import read_header
-from fermi_engine.scales import Scales, fitted_q4_0, mse_q4_0, pack_q4_0, unpack_q4_0, values_q4_0
-from fermi_engine.sensitivity import resolve, sensitive
 from reference.moe import route
 from reference.quant import linear
 from tools import oracle, tiny_text

@@ -10,9 +10,9 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fermi_engine import sealed_file
 from fermi_engine.errors import SnapshotError
-from fermi_engine.sealed_file import SealedFile, Tensor
+from fermi_engine.snapshots import sealed_file
+from fermi_engine.snapshots.sealed_file import SealedFile, Tensor
 
 META = {"format": "test", "text": "é\n\"quoted\""}
 

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 
 from fermi_engine import kernels
-from fermi_engine import stage_gpu as gpu
 from fermi_engine.compare import Arrays, Case, Exact
-from fermi_engine.device_run import DeviceRun
 from fermi_engine.formats import Matrix
 from fermi_engine.kernels import sm20_attention
 from fermi_engine.kernels.device_arrays import DeviceMatrix
 from fermi_engine.kernels.gpu import open_device
 from fermi_engine.kernels.sm20_attention import HEAD_DIM_STEP, PAIRS, DeviceCache
-from fermi_engine.stages import find_stage
+from fermi_engine.stages import gpu
+from fermi_engine.stages.device_run import DeviceRun
+from fermi_engine.stages.table import find_stage
 from fermi_engine.state import KVPages
 from tests.devices import on_devices
 from tests.stages import ORACLES

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from fermi_engine import stage_gpu as gpu
 from fermi_engine.compare import Arrays, Case, Exact
-from fermi_engine.device_run import DeviceRun
 from fermi_engine.kernels import sm20
 from fermi_engine.kernels.device_arrays import DeviceArray, DeviceMatrix
 from fermi_engine.kernels.gpu import Device, open_device
 from fermi_engine.kernels.gpu_kernels import CHUNK, OpenChunk, gdn_chunk_scratch
-from fermi_engine.stages import find_stage
+from fermi_engine.stages import gpu
+from fermi_engine.stages.device_run import DeviceRun
+from fermi_engine.stages.table import find_stage
 from tests import strategies as draw
 from tests.devices import on_devices
 from tests.stages import ORACLES

@@ -10,15 +10,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fermi_engine import device_run, verify
+from fermi_engine import verify
 from fermi_engine.compare import Arrays, Case, Exact
-from fermi_engine.device_run import DeviceRun, Reopened
 from fermi_engine.errors import BackendError, DeviceError, VerifyError
 from fermi_engine.kernels import sm20
 from fermi_engine.kernels.cpu import CpuKernels
 from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.kernels.gpu import Device, open_device
-from fermi_engine.stages import STAGES, Stage, find_stage
+from fermi_engine.stages import device_run
+from fermi_engine.stages.device_run import DeviceRun, Reopened
+from fermi_engine.stages.table import STAGES, Stage, find_stage
 from tests.devices import no_cuda, on_devices
 from tests.oracle import tensors
 from tests.stages import ORACLES

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from fermi_engine.compare import Arrays, Case, Rounding, TwiceReference
-from fermi_engine.device_run import DeviceRun
 from fermi_engine.formats import Matrix
 from fermi_engine.kernels.device_arrays import DeviceArray
 from fermi_engine.kernels.gpu import Device, open_device
 from fermi_engine.kernels.sm20_attention import DeviceCache
 from fermi_engine.kernels.sm20_token import SPLIT, WIDE_ROWS, TokenKernels, argmax_work, attention_work, token_split
-from fermi_engine.stage_limits import SM20
+from fermi_engine.stages.device_run import DeviceRun
+from fermi_engine.stages.limits import SM20
 from reference import attention as ref_attention
 from tests.devices import on_devices
 from tests.strategies import Draws

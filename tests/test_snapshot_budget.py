@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from fermi_engine import kept_memory
-from fermi_engine.prefix import NumericPath, Prefix
-from fermi_engine.runs import ArrayModel
 from fermi_engine.session import Session
-from fermi_engine.snapshot_budget import Costs, Holdings
-from fermi_engine.snapshots import Snapshot, SnapshotCache, Stored
-from fermi_engine.taking import Taking
+from fermi_engine.snapshots.budget import Costs, Holdings
+from fermi_engine.snapshots.cache import Snapshot, SnapshotCache, Stored
+from fermi_engine.snapshots.prefix import NumericPath, Prefix
+from fermi_engine.snapshots.taking import Taking
+from fermi_engine.stages.runs import ArrayModel
 from tests import snapshot_cases as cases
 from tests.snapshot_cases import Tracer, engine, ids_for, outcome, poisoned, snapshot_bytes, uninterrupted
 from tools.lab import snapshot_policy

@@ -18,13 +18,16 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from fermi_engine import Engine, EngineConfig, sealed_file, snapshot_directory, snapshot_disk
+from fermi_engine import Engine, EngineConfig
 from fermi_engine.convert import convert
 from fermi_engine.errors import SnapshotError
-from fermi_engine.prefix import Prefix
-from fermi_engine.snapshot_disk import DiskTier
-from fermi_engine.snapshot_files import SnapshotFile
-from fermi_engine.snapshots import Snapshot
+from fermi_engine.snapshots import directory as snapshot_directory
+from fermi_engine.snapshots import disk as snapshot_disk
+from fermi_engine.snapshots import sealed_file
+from fermi_engine.snapshots.cache import Snapshot
+from fermi_engine.snapshots.disk import DiskTier
+from fermi_engine.snapshots.files import SnapshotFile
+from fermi_engine.snapshots.prefix import Prefix
 from tests.test_snapshot_files import SIZES, forged, ids_for, numeric, raw, save, snapshot_of
 from tools.make_checkpoint import make_checkpoint
 

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from fermi_engine import Engine, EngineConfig, sealed_file, snapshot_files
+from fermi_engine import Engine, EngineConfig
 from fermi_engine.convert import convert
 from fermi_engine.errors import SnapshotError
-from fermi_engine.prefix import ImageSpan, NumericPath, Prefix
-from fermi_engine.snapshot_files import SnapshotFile, memory_bytes, read_info, read_snapshot, tensor_bytes
-from fermi_engine.snapshots import Snapshot
+from fermi_engine.snapshots import files as snapshot_files
+from fermi_engine.snapshots import sealed_file
+from fermi_engine.snapshots.cache import Snapshot
+from fermi_engine.snapshots.files import SnapshotFile, memory_bytes, read_info, read_snapshot, tensor_bytes
+from fermi_engine.snapshots.prefix import ImageSpan, NumericPath, Prefix
 from fermi_engine.state import KVPages
 from tools.make_checkpoint import make_checkpoint
 

@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fermi_engine.runs import ArrayModel
 from fermi_engine.session import Session
-from fermi_engine.snapshots import Snapshot
+from fermi_engine.snapshots.cache import Snapshot
+from fermi_engine.stages.runs import ArrayModel
 from tests import snapshot_cases as cases
 from tests.conftest import SOAK
 from tests.snapshot_cases import Tracer, ids_for, outcome, poison, snapshot_bytes

@@ -17,9 +17,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from fermi_engine.prefix import Prefix
-from fermi_engine.runs import ArrayModel
 from fermi_engine.session import Session
+from fermi_engine.snapshots.prefix import Prefix
+from fermi_engine.stages.runs import ArrayModel
 from tests import snapshot_cases as cases
 from tests.conftest import SOAK
 from tests.snapshot_cases import ids_for, outcome, poisoned, snapshot_bytes, uninterrupted

@@ -7,9 +7,9 @@ import pytest
 
 from fermi_engine import Engine, EngineConfig, SamplingParams
 from fermi_engine.errors import ConfigError, RequestError
-from fermi_engine.runs import ArrayModel
 from fermi_engine.session import Session
 from fermi_engine.sizes import parse_budget
+from fermi_engine.stages.runs import ArrayModel
 from fermi_engine.timeline import turn_ends
 from tests import snapshot_cases as cases
 from tests.snapshot_cases import (

@@ -1,4 +1,5 @@
-"""Every stage that the CPU has, on every backend it runs, against the reference: fermi_engine/stages.py meets tests/stages.py.
+"""Every stage that the CPU has, on every backend it runs, against the reference: fermi_engine/stages/table.py meets
+tests/stages.py.
 
 test_sm20_stages.py does the same for the GPU's half."""
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from fermi_engine.compare import Arrays, Case, Exact
 from fermi_engine.kernels import dispatch
 from fermi_engine.kernels._build import kernels as declared_kernels
-from fermi_engine.stages import STAGES, Stage, find_stage
+from fermi_engine.stages.table import STAGES, Stage, find_stage
 from tests.guarded import GuardedKernels, misplaced
 from tests.oracle import tensors
 from tests.stages import ORACLES

@@ -14,9 +14,9 @@ import transformers
 
 from fermi_engine import chat
 from fermi_engine.checkpoint import Checkpoint
+from fermi_engine.compression.rules import assign
 from fermi_engine.config import ModelConfig
-from fermi_engine.rules import assign
-from fermi_engine.vision_config import is_vision
+from fermi_engine.vision.config import is_vision
 from reference import gated_delta_rule as gdn
 from reference import quant
 from reference.decoder import Decoder

@@ -16,8 +16,8 @@ from transformers import AutoImageProcessor
 
 from fermi_engine import Engine, EngineConfig, SamplingParams
 from fermi_engine.errors import RequestError
-from fermi_engine.image_patches import PreparedImage
-from fermi_engine.vision import PlacedImages
+from fermi_engine.vision.encoder import PlacedImages
+from fermi_engine.vision.patches import PreparedImage
 from tests import hf, hf_vision
 from tools.checkpoint_vision import MINICPM_IMAGES, QWEN_IMAGES
 

@@ -15,7 +15,7 @@ from fermi_engine.kernels import dispatch
 from fermi_engine.model import vision
 from fermi_engine.model.vision_minicpm import MiniCpmVision, position_ids
 from fermi_engine.model.vision_qwen import QwenVision, position_rows, rotary_tables
-from fermi_engine.vision_config import MINICPM, QWEN, VisionConfig, vision_shapes
+from fermi_engine.vision.config import MINICPM, QWEN, VisionConfig, vision_shapes
 from reference import vision as reference_vision
 from reference import vision_minicpm, vision_qwen
 from reference.quant import QuantMatrix, unpack_q8_0

@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 
-from fermi_engine.array_weights import CONFIG, config_array
 from fermi_engine.compare import Arrays
 from fermi_engine.config import ModelConfig
 from fermi_engine.formats import FORMATS
+from fermi_engine.stages.array_weights import CONFIG, config_array
 from tests.strategies import Draws, scalar
 
 

@@ -7,9 +7,9 @@ import math
 import numpy as np
 
 from fermi_engine.compare import Arrays
-from fermi_engine.image_plans import MiniCpmImages, QwenImages, Resize, plan
-from fermi_engine.vision_config import MINICPM, QWEN, VisionConfig, stored_shapes
-from fermi_engine.vision_runs import VISION, vision_array
+from fermi_engine.stages.vision_runs import VISION, vision_array
+from fermi_engine.vision.config import MINICPM, QWEN, VisionConfig, stored_shapes
+from fermi_engine.vision.plans import MiniCpmImages, QwenImages, Resize, plan
 from tests.strategies import Draws, scalar
 from tests.tiny_models import whole_model
 

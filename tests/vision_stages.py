@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fermi_engine.compare import Arrays
-from fermi_engine.vision_runs import VISION
+from fermi_engine.stages.vision_runs import VISION
 from reference import resize, vision, vision_minicpm, vision_qwen
 from tests import vision_inputs as draw
 from tests.model_stages import decided, decoder_of

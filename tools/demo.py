@@ -27,7 +27,7 @@ NEEDLE_SEED, TOOL_SEED, SUM_SEED = 3, 1, 2  # any would do: these give questions
 def run(*command: str, stdin: str | None = None) -> str:
     """Show a command and run it, its answer in view and returned; a failure ends the demo with its status."""
     print("\n$ " + " ".join(command), flush=True)
-    program = [sys.executable, "-m", "fermi_engine.cli", *command[1:]]
+    program = [sys.executable, "-m", "fermi_engine.cli.app", *command[1:]]
     piped = subprocess.PIPE if stdin is not None else None
     done = subprocess.run(program, cwd=ROOT, check=False, input=stdin, stdout=piped, text=True, encoding="utf-8")
     if done.returncode:

@@ -8,7 +8,7 @@ _BITS, _MEMORY, _SESSION, _SNAPSHOTS = (
     f"test:tests/test_resident{name}.py::" for name in ("", "_memory", "_session", "_snapshots"))
 _CPU = f"{_BITS}test_prefill_and_decode_are_the_cpus_within_its_noise"
 _RESTORED = f"{_BITS}test_a_restored_state_goes_on_as_if_nothing_had_been"
-_FILE, _TOKEN = "fermi_engine/resident.py", "fermi_engine/model/gpu_token.py"
+_FILE, _TOKEN = "fermi_engine/gpu/resident.py", "fermi_engine/model/gpu_token.py"
 
 RESIDENT = (
     Fault("prefill after decode goes on from the chunk before", _FILE, "        if self._is_open:\n            return\n",
@@ -61,6 +61,7 @@ RESIDENT = (
           "cache.save(self._state, self.prefix", f"{_SESSION}test_prompts_go_on_from_snapshots"),
     Fault("one more token of a prompt is decoded", "fermi_engine/session.py",
           "is_prompt or taking is not None or len(ids) > 1)", "len(ids) > 1)", f"{_SESSION}test_a_prompt_one_token_longer"),
-    Fault("states of both ways of decoding mix", "fermi_engine/prefix.py", '"resident" if options.decode == "gpu" else', "",
+    Fault("states of both ways of decoding mix", "fermi_engine/snapshots/prefix.py",
+          '"resident" if options.decode == "gpu" else', "",
           f"{_SESSION}test_states_of_the_cpu_are_refused"),
 )

@@ -106,7 +106,7 @@ ATTENTION = (
           "sm20:kv_append"),
     Fault("a scale that is not rounded to half", f"{_SM20}kv_append.cu", "code * half_to_float((uint16_t)scale)",
           "code * (largest / 127.0f)", "test:tests/test_sm20_attention.py::test_the_cache_holds_what_the_hosts_stands_for"),
-    Fault("keys attended to before they are rounded", "fermi_engine/gpu_prefill.py", ", begin, self.state.kv_format)", ", begin)",
+    Fault("keys attended to before they are rounded", "fermi_engine/gpu/prefill.py", ", begin, self.state.kv_format)", ", begin)",
           "test:tests/test_gpu_prefill.py::test_rounded_keys_know_no_cuts_either"),
     Fault("a token does not see itself", f"{_SM20}attention.cu", "(int)a.start + token + 1;", "(int)a.start + token;",
           "sm20:attention"),
@@ -218,11 +218,11 @@ LAYERS = (
           "sm20:mlp_block"),
     Fault("second matrices of experts read by token", _LAYERS,
           'self["expert_out"], None, work.hit', 'self["expert_out"], work.source, work.hit', "sm20:moe_block"),
-    Fault("the state at the last chunk boundary handed over", "fermi_engine/gpu_state.py", '("final", mine.final)',
+    Fault("the state at the last chunk boundary handed over", "fermi_engine/gpu/state.py", '("final", mine.final)',
           '("final", mine.carried.state)', "sm20:prefill"),
-    Fault("logits of the first token, sm_20", "fermi_engine/gpu_prefill.py", 'block["x"].rows(block.tokens - 1, 1)',
+    Fault("logits of the first token, sm_20", "fermi_engine/gpu/prefill.py", 'block["x"].rows(block.tokens - 1, 1)',
           'block["x"].rows(0, 1)', "sm20:prefill"),
-    Fault("positions restart in every piece, sm_20", "fermi_engine/gpu_prefill.py", "np.arange(begin, begin + tokens)",
+    Fault("positions restart in every piece, sm_20", "fermi_engine/gpu/prefill.py", "np.arange(begin, begin + tokens)",
           "np.arange(tokens)", "sm20:prefill"),
 )
 

@@ -8,11 +8,11 @@ _QWEN, _MINICPM, _COMMON = (f"fermi_engine/model/{name}.py" for name in ("vision
 _PLANS, _PATCHES, _PROMPT = (f"fermi_engine/image_{name}.py" for name in ("plans", "patches", "prompt"))
 
 VISION = (
-    Fault("alpha laid on black", "fermi_engine/images.py", "BACKGROUND = (255, 255, 255)", "BACKGROUND = (0, 0, 0)",
+    Fault("alpha laid on black", "fermi_engine/vision/images.py", "BACKGROUND = (255, 255, 255)", "BACKGROUND = (0, 0, 0)",
           "test:tests/test_images.py::test_alpha_lies_on_white"),
-    Fault("orientation left alone", "fermi_engine/images.py", "ImageOps.exif_transpose(image)", "image",
+    Fault("orientation left alone", "fermi_engine/vision/images.py", "ImageOps.exif_transpose(image)", "image",
           "test:tests/test_images.py::test_every_orientation_stands_upright"),
-    Fault("16-bit samples clipped without a word", "fermi_engine/images.py", "if not whole.all() or", "if False and",
+    Fault("16-bit samples clipped without a word", "fermi_engine/vision/images.py", "if not whole.all() or", "if False and",
           "test:tests/test_images.py::test_samples_beyond_eight_bits_are_refused"),
     Fault("sizes rounded half up", _PLANS, "sides = [round(side / unit) * unit for", "sides = [int(side / unit + 0.5) * unit for",
           "test:tests/test_image_plans.py::test_qwen_sizes_are_those_of_transformers"),
@@ -53,7 +53,7 @@ VISION = (
     Fault("a restored session forgets where it stands", "fermi_engine/session.py",
           "Seen(snapshot.prefix.images, snapshot.shift)", "Seen(snapshot.prefix.images)",
           "test:tests/test_vision_engine.py::test_prefill_snapshot_fork_and_restore_keep_positions"),
-    Fault("a snapshot file forgets where positions stand", "fermi_engine/snapshot_files.py", "info.trail, info.shift)",
+    Fault("a snapshot file forgets where positions stand", "fermi_engine/snapshots/files.py", "info.trail, info.shift)",
           "info.trail)", "test:tests/test_snapshot_files.py::test_images_and_extra_metadata_come_back"),
     Fault("another picture in the file that a session shows", "fermi_engine/conversation.py",
           "if image.digest.hex() != digest:", "if False:",

@@ -57,7 +57,7 @@ class Float32Prefill:
 
     def hidden(self, ids: np.ndarray, state: HybridState, progress: Any = None, stops: Any = None,
                is_rest: bool = False) -> np.ndarray | None:
-        """The last token's hidden row [1, H]; None for a token by itself (gpu_choice.GpuChoice.hidden)."""
+        """The last token's hidden row [1, H]; None for a token by itself (gpu.choice.GpuChoice.hidden)."""
         return self.decoder.hidden(ids, state)[-1:] if len(ids) > 1 or is_rest else None
 
 

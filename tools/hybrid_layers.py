@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fermi_engine.formats import Experts, Matrix
-from fermi_engine.gpu_state import DeviceState
+from fermi_engine.gpu.state import DeviceState
 from fermi_engine.kernels.cpu import CpuKernels
 from fermi_engine.kernels.gpu import Device, DeviceBuffer, Stream
 from fermi_engine.model.decoder import Decoder, Positions

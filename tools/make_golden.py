@@ -28,7 +28,7 @@ import torch  # noqa: E402
 
 from fermi_engine.compare import Arrays  # noqa: E402
 from fermi_engine.errors import FermiError, VerifyError  # noqa: E402
-from fermi_engine.stages import STAGES, Stage, find_stage  # noqa: E402
+from fermi_engine.stages.table import STAGES, Stage, find_stage  # noqa: E402
 from fermi_engine.verify import DTYPES, GOLDEN_FORMAT, MANIFEST, load, tensor_hash  # noqa: E402
 from tests.oracle import tensors  # noqa: E402
 from tests.stages import ORACLES  # noqa: E402

@@ -32,11 +32,12 @@ from tools.faults import FAULTS, Fault  # noqa: E402
 # Prints the first stage that diverges; what comes after it builds on it.
 REPLAY = """
 import sys
-from fermi_engine import device_run, verify
+from fermi_engine import verify
+from fermi_engine.stages import device_run
 from fermi_engine.errors import DeviceError
 from fermi_engine.kernels import emulator_build
 from fermi_engine.kernels.emulated import EmulatedDevice
-from fermi_engine.stages import STAGES
+from fermi_engine.stages.table import STAGES
 
 def compiled(*args, compile=emulator_build._compile):
     try:

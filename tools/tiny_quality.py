@@ -26,17 +26,17 @@ from safetensors.torch import load_file, save_file
 
 if not __package__:  # run as a script, which puts this folder on the path instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from fermi_engine.calibrate import Request, calibrate
 from fermi_engine.checkpoint import Checkpoint
-from fermi_engine.cli_eval import Part, measured, mixed, parts_of
+from fermi_engine.cli.evaluate import Part, measured, mixed, parts_of
+from fermi_engine.compression.calibrate import Request, calibrate
+from fermi_engine.compression.moments import Moments
+from fermi_engine.compression.scales import Scales
 from fermi_engine.config import EngineConfig
 from fermi_engine.convert import convert
 from fermi_engine.engine import Engine
-from fermi_engine.evaluate import Model, evaluate
-from fermi_engine.moments import Moments
-from fermi_engine.quality import summary
-from fermi_engine.resume import Resume
-from fermi_engine.scales import Scales
+from fermi_engine.quality.evaluate import Model, evaluate
+from fermi_engine.quality.measures import summary
+from fermi_engine.quality.resume import Resume
 from tools.tiny_quantise import as_q4_0, quantised_names
 from tools.tiny_tasks import Encoder
 from tools.tiny_text import TINY, write

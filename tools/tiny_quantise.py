@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fermi_engine.rules import assign
+from fermi_engine.compression.rules import assign
 
 BLOCK = 32
 Shapes = Mapping[str, tuple[int, ...]]

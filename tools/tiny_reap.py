@@ -20,12 +20,12 @@ import numpy as np
 
 if not __package__:  # run as a script, which puts this folder on the path instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from fermi_engine.calibration import watch
+from fermi_engine.compression.calibration import watch
+from fermi_engine.compression.prune_pack import prune_pack
+from fermi_engine.compression.saliency import Saliency, keep_best
 from fermi_engine.convert import convert
-from fermi_engine.documents import Document
 from fermi_engine.engine import Engine
-from fermi_engine.pruning import prune_pack
-from fermi_engine.saliency import Saliency, keep_best
+from fermi_engine.quality.documents import Document
 from tools.tiny_tasks import Encoder
 from tools.tiny_text import TINY, samples
 

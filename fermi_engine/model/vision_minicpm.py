@@ -18,7 +18,7 @@ from fermi_engine.model.vision import (
     raster_to_blocks,
 )
 from fermi_engine.model.weights import Tensors, Trace, silent
-from fermi_engine.vision_config import PROJECTOR_EPS, VisionConfig
+from fermi_engine.vision.config import PROJECTOR_EPS, VisionConfig
 
 WINDOW = 4  # tokens of a 2x2 window
 

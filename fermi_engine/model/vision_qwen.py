@@ -11,7 +11,7 @@ from fermi_engine.kernels.cpu import CpuKernels
 from fermi_engine.model.attention import inv_freq
 from fermi_engine.model.vision import MLP, Grid, LayerNorm, Projection, attend, block_order, check_patches, in_parts
 from fermi_engine.model.weights import Tensors, Trace, silent
-from fermi_engine.vision_config import QWEN_THETA, VisionConfig
+from fermi_engine.vision.config import QWEN_THETA, VisionConfig
 
 
 class QwenBlock:

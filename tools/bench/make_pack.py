@@ -23,6 +23,7 @@ import numpy as np
 if not __package__:  # run as a script, which puts this folder on the path instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fermi_engine import report
+from fermi_engine.compression.rules import Assignment, assign
 from fermi_engine.config import ModelConfig
 from fermi_engine.convert import plan_pack
 from fermi_engine.errors import ConfigError, FermiError, PackError
@@ -30,7 +31,6 @@ from fermi_engine.formats import FORMATS, LANES, Format
 from fermi_engine.pack import FILE_PREFIX, Pack, Progress
 from fermi_engine.pack_layout import Part
 from fermi_engine.pack_writer import PackPlan, PackWriter
-from fermi_engine.rules import Assignment, assign
 from fermi_engine.shapes import expected_shapes
 from tools.bench.geometries import GEOMETRIES, geometry
 from tools.bench.synthetic_tokenizer import write as write_tokenizer

@@ -21,8 +21,8 @@ import numpy as np
 if not __package__:  # run as a script, which puts this folder on the path instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fermi_engine import report
+from fermi_engine.compression.reap import SCORES_SUFFIX
 from fermi_engine.pack import Pack, blob_name
-from fermi_engine.reap import SCORES_SUFFIX
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_BYTES = 2 << 30  # of anonymous memory
@@ -32,7 +32,7 @@ POLL_S = 0.05
 def run(line: list[str]) -> tuple[int, dict[str, int], float]:
     """Exit status, peaks of memory by kind in bytes, and seconds."""
     start, peaks = time.perf_counter(), dict.fromkeys(("RssAnon", "RssFile", "VmHWM"), 0)
-    with subprocess.Popen([sys.executable, "-m", "fermi_engine.cli", *line], cwd=ROOT) as process:
+    with subprocess.Popen([sys.executable, "-m", "fermi_engine.cli.app", *line], cwd=ROOT) as process:
         while process.poll() is None:
             for kind, value in _memory(process.pid).items():
                 peaks[kind] = max(peaks[kind], value)

@@ -19,7 +19,7 @@ from typing import Any
 if not __package__:  # run as a script, which puts this folder on the path instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fermi_engine import bench, report
-from fermi_engine.cli_bench import parse_counts
+from fermi_engine.cli.bench import parse_counts
 from fermi_engine.config import EngineConfig
 from fermi_engine.doctor import examine
 from fermi_engine.engine import Engine

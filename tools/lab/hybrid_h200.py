@@ -35,7 +35,7 @@ from fermi_engine import report
 from fermi_engine.config import EngineConfig, ModelConfig
 from fermi_engine.engine import Engine
 from fermi_engine.errors import FermiError
-from fermi_engine.gpu_prefill import HybridPrefill
+from fermi_engine.gpu.prefill import HybridPrefill
 from fermi_engine.kernels.gpu import Device, Span, open_device
 from fermi_engine.state import HybridState
 from tools.bench.make_pack import make_pack

@@ -31,9 +31,9 @@ if not __package__:  # run as a script, which puts this folder on the path inste
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fermi_engine import Engine, EngineConfig, report
 from fermi_engine.errors import FermiError
-from fermi_engine.gpu_report import busy
+from fermi_engine.gpu.report import busy
+from fermi_engine.gpu.resident import Resident
 from fermi_engine.kernels.gpu import Device, Recording, Span, open_device
-from fermi_engine.resident import Resident
 from fermi_engine.state import HybridState
 from tools.bench.make_pack import make_pack
 from tools.lab.hybrid_h200 import SGEMM_SIZE, flop, print_kernels, sgemm_rate, token_ids

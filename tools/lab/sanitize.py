@@ -101,7 +101,7 @@ def prefill(device: Device) -> None:
     from fermi_engine.config import EngineConfig
     from fermi_engine.convert import convert
     from fermi_engine.engine import Engine
-    from fermi_engine.gpu_prefill import HybridPrefill
+    from fermi_engine.gpu.prefill import HybridPrefill
     from fermi_engine.state import HybridState
 
     with tempfile.TemporaryDirectory() as folder:

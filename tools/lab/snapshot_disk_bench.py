@@ -22,12 +22,14 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from fermi_engine import Engine, EngineConfig, snapshot_directory, snapshot_files  # noqa: E402
+from fermi_engine import Engine, EngineConfig  # noqa: E402
 from fermi_engine.config import ModelConfig  # noqa: E402
-from fermi_engine.prefix import NumericPath, Prefix  # noqa: E402
-from fermi_engine.snapshot_disk import DiskTier  # noqa: E402
-from fermi_engine.snapshot_files import SnapshotFile  # noqa: E402
-from fermi_engine.snapshots import Snapshot  # noqa: E402
+from fermi_engine.snapshots import directory as snapshot_directory  # noqa: E402
+from fermi_engine.snapshots import files as snapshot_files  # noqa: E402
+from fermi_engine.snapshots.cache import Snapshot  # noqa: E402
+from fermi_engine.snapshots.disk import DiskTier  # noqa: E402
+from fermi_engine.snapshots.files import SnapshotFile  # noqa: E402
+from fermi_engine.snapshots.prefix import NumericPath, Prefix  # noqa: E402
 from fermi_engine.state import DeltaState, HybridState  # noqa: E402
 
 REPEATS, FILES, DECODED = 5, 200, 40

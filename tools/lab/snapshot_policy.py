@@ -19,12 +19,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fermi_engine.prefix import NumericPath, Prefix
-from fermi_engine.prefix_tree import Entry
-from fermi_engine.snapshot_budget import Costs
-from fermi_engine.snapshots import SnapshotCache
+from fermi_engine.snapshots.budget import Costs
+from fermi_engine.snapshots.cache import SnapshotCache
+from fermi_engine.snapshots.prefix import NumericPath, Prefix
+from fermi_engine.snapshots.prefix_tree import Entry
+from fermi_engine.snapshots.taking import Taking
 from fermi_engine.state import DeltaState, HybridState, KVPages
-from fermi_engine.taking import Taking
 
 PATH = NumericPath("none", "q8_0", "f32")
 STATE_FLOATS = 3200  # beside 512 bytes of keys and values for 64 tokens, as 66 MB beside 2.6 MB

@@ -24,7 +24,7 @@ from fermi_engine import report
 from fermi_engine.config import EngineConfig
 from fermi_engine.engine import Engine
 from fermi_engine.errors import FermiError
-from fermi_engine.gpu_prefill import HybridPrefill
+from fermi_engine.gpu.prefill import HybridPrefill
 from fermi_engine.kernels.gpu import Span, open_device
 from fermi_engine.state import HybridState
 

@@ -1,0 +1,1 @@
+"""How good a model's logits are, over texts, beside another model's."""

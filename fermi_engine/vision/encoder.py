@@ -1,0 +1,173 @@
+"""Vision: the image half of an engine. Files to pixels to embeddings, and their places among the tokens of a prompt."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from fermi_engine.errors import RequestError
+from fermi_engine.kernels.cpu import CpuKernels
+from fermi_engine.model.decoder import ImageTokens
+from fermi_engine.model.vision_minicpm import MiniCpmVision
+from fermi_engine.model.vision_qwen import QwenVision
+from fermi_engine.snapshots.prefix import ImageSpan
+from fermi_engine.tokenizer import Tokenizer
+from fermi_engine.vision.config import QWEN, VisionConfig
+from fermi_engine.vision.images import Source, load_pixels
+from fermi_engine.vision.patches import PreparedImage, prepare
+from fermi_engine.vision.prompt import IMAGE_PAD, expand, image_slots, mrope_positions, placeholder, text_positions
+
+if TYPE_CHECKING:
+    from fermi_engine.pack import Pack
+
+
+@dataclass
+class Encoded:
+    """What a tower has done since it was last asked."""
+
+    images: int = 0
+    views: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, views: int, tokens: int, seconds: float) -> None:
+        """One image more."""
+        self.images, self.views = self.images + 1, self.views + views
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+
+    def line(self) -> str:
+        """For a report; begins anew."""
+        text = f"images encoded: {self.images} in {self.views} views to {self.tokens} tokens, {self.seconds:.2f} s"
+        self.images, self.views, self.tokens, self.seconds = 0, 0, 0, 0.0
+        return text
+
+
+class Vision:
+    """A pack's tower bound to kernels."""
+
+    def __init__(self, pack: Pack, kernels: CpuKernels, activations: str = "q8_0") -> None:
+        """RequestError where the pack holds no tower."""
+        if pack.vision is None:
+            raise RequestError(f"{pack.path} holds no vision tower: the model takes text only; convert a checkpoint with one, "
+                               "or leave the images out")
+        self.config: VisionConfig = pack.vision
+        self.encoded = Encoded()
+        self._pack, self._kernels, self._activations = pack, kernels, activations
+
+    @cached_property
+    def tower(self) -> QwenVision | MiniCpmVision:
+        """The model's own."""
+        kind = QwenVision if self.config.family == QWEN else MiniCpmVision
+        return kind(self._pack, self.config, self._kernels, self._activations)
+
+    def prepare(self, source: Source, name: str | None = None) -> PreparedImage:
+        """A file, its bytes, or pixels uint8 [height, width, 3]; `name` is for messages. Raises ImageError."""
+        if name is None:
+            name = os.fspath(source) if isinstance(source, (str, os.PathLike)) else "image"
+        return prepare(load_pixels(source, name), self.config.images, name)
+
+    def encode(self, image: PreparedImage) -> np.ndarray:
+        """Embeddings [tokens, hidden] of all its views in order."""
+        start = time.perf_counter()
+        with self._kernels.held():
+            rows = self.tower.forward(image.patches, image.grids)
+        self.encoded.add(len(image.grids), len(rows), time.perf_counter() - start)
+        return rows
+
+    @property
+    def marker(self) -> str:
+        """What a prompt without a chat template writes for an image; `expand` fills it."""
+        return f"<|vision_start|>{IMAGE_PAD}<|vision_end|>" if self.config.family == QWEN else IMAGE_PAD
+
+    def expand(self, tokenizer: Tokenizer, ids: Sequence[int], images: Sequence[PreparedImage]) -> list[int]:
+        """Prompt ids with one image token per image -> with the tokens that each image takes.
+
+        Raises RequestError where places and images differ in number.
+        """
+        texts = [placeholder(image, self.config.images, index) for index, image in enumerate(images)]
+        return expand(ids, self.config.image_token_id, [tokenizer.encode(text) for text in texts])
+
+    def place(self, ids: np.ndarray, images: Sequence[PreparedImage], first: int = 0, start: int | None = None) -> PlacedImages:
+        """Images among expanded ids [T], whose first is token `first` of a sequence and has position `start` (by default as
+        many). RequestError where they do not fit."""
+        start = first if start is None else start
+        counts = [sum(image.tokens) for image in images]
+        slots = image_slots(ids, self.config.image_token_id, sum(counts))
+        if self.config.family == QWEN:
+            axes, end = mrope_positions(ids, self.config.image_token_id, [image.grids[0] for image in images], start)
+        else:
+            axes, end = text_positions(len(ids), start), start + len(ids)
+        parts = np.split(slots, np.cumsum(counts)[:-1])
+        placed = tuple(Placed(image, part) for image, part in zip(images, parts, strict=True))
+        return PlacedImages(self, axes, placed, first, end)
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """One image of a run: which of its tokens the embeddings replace, int64 [tokens]."""
+
+    image: PreparedImage
+    slots: np.ndarray
+
+    @property
+    def begin(self) -> int:
+        """Its first token."""
+        return int(self.slots[0])
+
+    @property
+    def end(self) -> int:
+        """One after its last token."""
+        return int(self.slots[-1]) + 1
+
+
+class Seen(NamedTuple):
+    """What images have left behind in a sequence: where they stood, and how far positions are ahead of counts of tokens."""
+
+    images: tuple[ImageSpan, ...] = ()
+    shift: int = 0
+
+    def after(self, tokens: int) -> int:
+        """Position of the token that follows so many."""
+        return tokens + self.shift if tokens else 0
+
+
+class PlacedImages:
+    """The images of a run of tokens: positions of all its tokens int32 [3, T], images in order. `first` is its first token's
+    number in the sequence, `end` the position of the token that follows.
+
+    An image is encoded when a token of it is asked for, once.
+    """
+
+    def __init__(self, vision: Vision, axes: np.ndarray, images: tuple[Placed, ...], first: int, end: int) -> None:
+        self.axes, self.images, self.first, self.end = axes, images, first, end
+        self._vision = vision
+        self._rows: dict[int, np.ndarray] = {}
+
+    def seen(self, before: Seen | None = None) -> Seen:
+        """What the sequence has seen after the run, where it has seen `before` until then."""
+        spans = [ImageSpan(self.first + one.begin, self.first + one.end, one.image.digest) for one in self.images]
+        earlier = tuple(span for span in (before.images if before else ()) if span.begin < self.first)
+        return Seen((*earlier, *spans), self.end - self.first - self.axes.shape[1])
+
+    def part(self, begin: int, end: int) -> ImageTokens:
+        """Tokens begin..end of the sequence, all of the run."""
+        begin, end = begin - self.first, end - self.first
+        slots, rows = [np.empty(0, np.int64)], [np.empty((0, self._vision.config.out_hidden_size), np.float32)]
+        for index, placed in enumerate(self.images):
+            first, last = np.searchsorted(placed.slots, (begin, end))
+            if first < last:
+                slots.append(placed.slots[first:last] - begin)
+                rows.append(self._encoded(index)[first:last])
+        axes = np.ascontiguousarray(self.axes[:, begin:end])
+        return ImageTokens(axes, np.concatenate(slots), np.concatenate(rows))
+
+    def _encoded(self, index: int) -> np.ndarray:
+        if index not in self._rows:
+            self._rows[index] = self._vision.encode(self.images[index].image)
+        return self._rows[index]
