@@ -148,6 +148,14 @@ def placed(name: str, rank: dict[str, int]) -> str | None:
     return next((known for n in range(len(parts), 0, -1) if (known := ".".join(parts[:n])) in rank), None)
 
 
+def test_every_folder_is_installed():
+    """A wheel holds the packages that pyproject.toml names; the checkout, on the path, hides one that is missing."""
+    declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "fermi_engine").rglob("__init__.py")}
+    assert len(folders) > 5
+    assert [str(folder) for folder in folders if f'"{".".join(folder.parts)}"' not in declared] == []
+
+
 def test_nothing_but_tools_and_tests_imports_tools():
     for path in ROOT.glob("*/**/*.py"):
         part = path.relative_to(ROOT).parts[0]

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fermi_engine import Engine, EngineConfig
-from fermi_engine.cli import app
+from fermi_engine.cli.app import app
 from fermi_engine.errors import ConfigError, DeviceError, DeviceMemoryError, RequestError
 from fermi_engine.generate import greedy
 from fermi_engine.session import Session
