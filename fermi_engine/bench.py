@@ -22,6 +22,7 @@ from fermi_engine.engine import Engine
 from fermi_engine.errors import RequestError, VerifyError
 from fermi_engine.info import describe_pack
 from fermi_engine.pack import Pack
+from fermi_engine.report import Progress
 from fermi_engine.session import Session, Snapshot
 from fermi_engine.snapshots.prefix import Prefix
 from fermi_engine.state import DeltaState, HybridState, KVPages
@@ -30,8 +31,6 @@ WARM_TOKENS = 2  # decoded before the clock runs: the first records the calls of
 FIRST_TEXT = "The wind took the letters from the table"
 FIRST_IDS = "1,2,3,4,5,6,7,8"
 OTHER = "other (Python, gaps)"
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)

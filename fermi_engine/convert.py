@@ -37,7 +37,7 @@ from fermi_engine.pack import (
     blob_name,
     is_pack,
 )
-from fermi_engine.pack_writer import PackPlan, PackWriter, Wanted
+from fermi_engine.pack_writer import PackPlan, PackWriter, Wanted, read_back
 from fermi_engine.safetensors_header import INDEX, SINGLE, read_json
 from fermi_engine.shapes import pack_shapes
 from fermi_engine.vision.config import is_vision
@@ -82,7 +82,7 @@ def convert(
             if progress:
                 progress(writer.done_bytes, total, slot.name)
         writer.finish()
-    _read_back(dst, progress, total)
+    read_back(dst, progress, total)
     return dst
 
 
@@ -93,18 +93,6 @@ def _check_destination(checkpoint: Checkpoint, dst: Path, overwrite: bool) -> No
         raise PackError(f"{dst} is a file of the checkpoint itself; choose another name for the pack")
     if not overwrite:
         raise PackError(f"{dst} exists; remove it, choose another name or ask for it to be overwritten")
-
-
-def _read_back(path: Path, progress: Progress | None, total: int) -> None:
-    report = progress and (lambda done, _, name: progress(total // 2 + done, total, name))
-    try:
-        with Pack.open(path) as pack:
-            pack.check(report or None)
-    except PackError:
-        path.unlink()
-        raise
-    if progress:
-        progress(total, total, "done")
 
 
 def plan_pack(checkpoint: Checkpoint, assignments: Mapping[str, Assignment], default_format: str,

@@ -13,9 +13,9 @@ import numpy as np
 
 from fermi_engine.errors import ConfigError, PackError
 from fermi_engine.kernels import threads
-from fermi_engine.numa import Placement, Progress, even_out, shares, spread
+from fermi_engine.numa import Placement, even_out, shares, spread
 from fermi_engine.pages import DONTNEED, HUGE_PAGE, HUGEPAGE, PAGE, POPULATE_READ, SYSTEM, Kernel, pieces, touch
-from fermi_engine.report import size
+from fermi_engine.report import Progress, size
 
 MOSTLY = 0.9  # share of huge pages that counts as having them: the ends of a file lie in small ones
 CAP_IPC_LOCK = 14

@@ -8,7 +8,6 @@ node are moved, in place: they stay well placed for every later start, and no se
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import numpy as np
 from fermi_engine.errors import ConfigError
 from fermi_engine.kernels import threads
 from fermi_engine.pages import DEFAULT, HUGE_PAGE, INTERLEAVE, PAGE, PREFERRED, SYSTEM, Kernel, pieces, touch
+from fermi_engine.report import Progress
 
 SAMPLE, WINDOWS = 4096, 8  # pages looked at, parts of the file they are counted in
 # Least share of an even one. Of a sample on 2..8 nodes, each holding its share, the part found on one has a standard
@@ -25,8 +25,6 @@ SAMPLE, WINDOWS = 4096, 8  # pages looked at, parts of the file they are counted
 LEAST_SHARE, LEAST_IN_WINDOW = 0.85, 0.5
 STRIPES = (1, 16, HUGE_PAGE // PAGE)  # pages in a row on one node: the finest that the page cache's own units allow
 UNEVEN = "uneven, and these pages cannot be moved: end other programs that use the file, or use --load resident"
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)

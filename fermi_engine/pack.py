@@ -24,6 +24,7 @@ from fermi_engine.config import ModelConfig
 from fermi_engine.errors import ConfigError, FormatError, PackError
 from fermi_engine.formats import FORMATS, Experts, Matrix
 from fermi_engine.pack_layout import LINE, PAGE, Blob, Part, blob_name, parse_part
+from fermi_engine.report import Progress
 from fermi_engine.safetensors_header import Entry, Header, read_header
 from fermi_engine.shapes import pack_shapes
 from fermi_engine.vision.config import VisionConfig
@@ -38,8 +39,6 @@ PLAIN_NORMS = "layers.*.linear_attn.norm.weight"  # ... except here, by the weig
 _KEYS = ("version", "engine_version", "model_config", "eos_ids", "norm_convention", "plain_norms", "default_format",
          "tensors", "source", "unused")
 _CHECK_BYTES = 8 << 20
-
-Progress = Callable[[int, int, str], None]
 
 
 def tensor_digest() -> blake2b:

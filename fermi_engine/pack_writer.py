@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fermi_engine.errors import FormatError, PackError
-from fermi_engine.pack import DIGEST_BYTES, LINE, PAD_PREFIX, PAGE, PART_SUFFIX, SEAL, seal_digest, tensor_digest
+from fermi_engine.pack import DIGEST_BYTES, LINE, PAD_PREFIX, PAGE, PART_SUFFIX, SEAL, Pack, seal_digest, tensor_digest
+from fermi_engine.report import Progress
 
 JOURNAL_SUFFIX = ".journal"  # after the part file's name
 SYNC_BYTES = 64 << 20  # finished bytes that may wait for one fsync: small tensors share it, a crash costs no more
@@ -350,3 +351,17 @@ def _hash_range(fd: int, begin: int, end: int) -> bytes:
         digest.update(memoryview(buffer)[:got])
         begin += got
     return digest.digest()
+
+
+def read_back(path: Path, progress: Progress | None, total: int) -> None:
+    """Check a pack that has just been written, the second half of `total` bytes of work. Raises PackError, and the file is gone
+    then: nobody takes it for a whole one."""
+    report = progress and (lambda done, _, name: progress(total // 2 + done, total, name))
+    try:
+        with Pack.open(path) as pack:
+            pack.check(report or None)
+    except PackError:
+        path.unlink()
+        raise
+    if progress:
+        progress(total, total, "done")

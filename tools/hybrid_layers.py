@@ -7,7 +7,6 @@ within the layer, which moving the input of the engine itself does not: sums of 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,14 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from fermi_engine.formats import Experts, Matrix
 from fermi_engine.gpu.state import DeviceState
 from fermi_engine.kernels.cpu import CpuKernels
 from fermi_engine.kernels.gpu import Device, DeviceBuffer, Stream
 from fermi_engine.model.decoder import Decoder, Positions
 from fermi_engine.model.gpu_layers import Activations, BlockOnDevice, DeltaOnDevice, Kernels
 from fermi_engine.model.gpu_weights import DenseWeights, ExpertWeights
-from fermi_engine.model.weights import silent
+from fermi_engine.model.weights import SomeLayers, silent
 from fermi_engine.pack import Pack
 from fermi_engine.state import DeltaState, HybridState
 from reference import decoder as reference
@@ -34,30 +32,6 @@ DRAWS = 16
 FACTOR = 2.0
 Arrays = dict[str, np.ndarray]
 Room = Callable[[int, str], DeviceBuffer]  # bytes, name
-
-
-class Cut:
-    """Some layers of a pack as a model of its own (the Weights protocol)."""
-
-    def __init__(self, pack: Pack, layers: tuple[int, ...]) -> None:
-        self._pack, self._layers = pack, layers
-        kinds = tuple(pack.config.layer_types[layer] for layer in layers)
-        self.config = dataclasses.replace(pack.config, num_hidden_layers=len(layers), layer_types=kinds)
-
-    def _name(self, name: str) -> str:
-        if not name.startswith("layers."):
-            return name
-        layer, _, rest = name.removeprefix("layers.").partition(".")
-        return f"layers.{self._layers[int(layer)]}.{rest}"
-
-    def vector(self, name: str) -> np.ndarray:
-        return self._pack.vector(self._name(name))
-
-    def matrix(self, name: str) -> Matrix:
-        return self._pack.matrix(self._name(name))
-
-    def experts(self, layer: int) -> tuple[Experts, Experts]:
-        return self._pack.experts(self._layers[layer])
 
 
 @dataclass(frozen=True)
@@ -110,7 +84,7 @@ def _reference(model: reference.Decoder, layer: int, x: np.ndarray) -> tuple[Arr
 
 def on_cpu(pack: Pack, kernels: CpuKernels, layer: int, x: np.ndarray) -> Arrays:
     """The same arrays by the engine's CPU path with float32 activations."""
-    cut = Cut(pack, (layer,))
+    cut = SomeLayers(pack, (layer,))
     decoder = Decoder(cut, kernels, "f32")
     state = HybridState.fresh(cut.config, 64)
     state.reserve(len(x))
@@ -123,7 +97,7 @@ def on_cpu(pack: Pack, kernels: CpuKernels, layer: int, x: np.ndarray) -> Arrays
 
 def on_gpu(pack: Pack, kernels: CpuKernels, layer: int, x: np.ndarray, device: Device) -> Arrays:
     """The same by the GPU's kernels; what is allocated is freed again."""
-    cut, stream = Cut(pack, (layer,)), device.stream("layer")
+    cut, stream = SomeLayers(pack, (layer,)), device.stream("layer")
     with _memory(device) as room:
         block = _block(cut, kernels, x, device, stream, room)
         buffers = [room(nbytes, "state") if nbytes else None for nbytes in DeviceState.nbytes(cut.config, len(x))]
@@ -148,7 +122,7 @@ def _memory(device: Device) -> Iterator[Room]:
         device.free(buffer)
 
 
-def _block(cut: Cut, kernels: CpuKernels, x: np.ndarray, device: Device, stream: Stream, room: Room) -> BlockOnDevice:
+def _block(cut: SomeLayers, kernels: CpuKernels, x: np.ndarray, device: Device, stream: Stream, room: Room) -> BlockOnDevice:
     """x and what belongs to its positions, on the device."""
     plan = Activations(cut.config, len(x))
     arrays = plan.within(room(plan.nbytes, "activations"))
@@ -159,7 +133,7 @@ def _block(cut: Cut, kernels: CpuKernels, x: np.ndarray, device: Device, stream:
     return BlockOnDevice(cut.config, Kernels(device, stream), arrays, len(x), 0)
 
 
-def _run(cut: Cut, block: BlockOnDevice, state: Any, device: Device, stream: Stream, room: Room) -> None:
+def _run(cut: SomeLayers, block: BlockOnDevice, state: Any, device: Device, stream: Stream, room: Room) -> None:
     """The layer, its weights copied here."""
     dense = DenseWeights(cut, 0)
     memory = room(dense.nbytes, "dense")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,13 +19,12 @@ from fermi_engine.errors import RequestError
 from fermi_engine.pack_writer import PackWriter
 from fermi_engine.quality.documents import Document, Reader, identity, windows
 from fermi_engine.quality.resume import Resume, digest_of
+from fermi_engine.report import Progress
 
 VERSION = 1  # of what the progress files hold
 WINDOW = 2048  # tokens, where the model's context is not shorter
 MEMORY = 2 << 30  # bytes of moments held at once; what does not fit takes another pass over the text
 KEPT_BYTES = 256 << 20  # of moments that are saved while a pass goes on; above it an interrupt repeats the pass
-
-Progress = Callable[[int, int, str], None]
 
 
 class SecondMoments:

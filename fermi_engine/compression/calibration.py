@@ -6,7 +6,7 @@ reports nothing. So a model's own answer is generated first and then read like a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,11 +16,10 @@ from fermi_engine.engine import Engine
 from fermi_engine.model.weights import Trace
 from fermi_engine.quality.documents import Document
 from fermi_engine.quality.resume import Resume
+from fermi_engine.report import Progress
 from fermi_engine.sampling import SamplingParams
 from fermi_engine.state import HybridState
 from fermi_engine.vision.patches import PreparedImage
-
-Progress = Callable[[int, int, str], None]
 
 
 class Watcher(Protocol):

@@ -22,14 +22,13 @@ from fermi_engine.checkpoint import PRUNED, Checkpoint
 from fermi_engine.compression.prune_pack import PIECE_BYTES, check_choice, check_keep, pruned_from
 from fermi_engine.errors import CheckpointError
 from fermi_engine.quality.resume import digest_of
+from fermi_engine.report import Progress
 from fermi_engine.safetensors_header import DTYPE_BITS, INDEX, Entry, Header, read_header, read_json
 
 PART_SUFFIX, ORIGIN = ".fermi-part", ".origin.json"
 COPIED = (".json", ".jinja", ".txt", ".model", ".md")  # what lies beside the weights and belongs to the model
 ONE_BY_ONE = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.")
 SLICED = re.compile(r"layers\.(\d+)\.mlp\.(gate\.weight|experts\.(gate_up_proj|down_proj))$")
-
-Progress = Callable[[int, int, str], None]
 
 
 class Copy(NamedTuple):

@@ -15,10 +15,11 @@ import numpy as np
 
 from fermi_engine.checkpoint import PRUNED
 from fermi_engine.errors import PackError, RequestError
-from fermi_engine.pack import PAD_PREFIX, SEAL, Pack, Progress
+from fermi_engine.pack import PAD_PREFIX, SEAL, Pack
 from fermi_engine.pack_layout import LINE, PAGE
-from fermi_engine.pack_writer import PackPlan, PackWriter, Slot, Wanted
+from fermi_engine.pack_writer import PackPlan, PackWriter, Slot, Wanted, read_back
 from fermi_engine.quality.resume import digest_of
+from fermi_engine.report import Progress
 from fermi_engine.safetensors_header import Header, read_header
 
 PIECE_BYTES = 8 << 20
@@ -79,7 +80,7 @@ def prune_pack(src: str | os.PathLike[str], dst: str | os.PathLike[str], kept: S
                 if progress:
                     progress(writer.done_bytes, total, slot.name)
             writer.finish()
-    _read_back(dst, progress, total)
+    read_back(dst, progress, total)
     return dst
 
 
@@ -89,18 +90,6 @@ def check_choice(chosen: np.ndarray, layers: int, experts: int) -> None:
     if not rising or len(chosen) != layers or chosen.min() < 0 or chosen.max() >= experts:
         raise RequestError(f"the experts to keep are {list(chosen.shape)}, expected rising ids below {experts} for each of "
                            f"{layers} layers; measure the scores again")
-
-
-def _read_back(path: Path, progress: Progress | None, total: int) -> None:
-    report = progress and (lambda done, _, name: progress(total // 2 + done, total, name))
-    try:
-        with Pack.open(path) as pack:
-            pack.check(report or None)
-    except PackError:
-        path.unlink()
-        raise
-    if progress:
-        progress(total, total, "done")
 
 
 def _plan(header: Header, chosen: np.ndarray, experts: int) -> PackPlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,11 @@ from fermi_engine.errors import RequestError
 from fermi_engine.pack import Pack
 from fermi_engine.quality.documents import Reader, identity, windows
 from fermi_engine.quality.resume import Resume, digest_of
+from fermi_engine.report import Progress
 
 VERSION = 1  # of what the progress files hold
 SCORES_SUFFIX = ".reap.json"  # after the name of what is written
 WINDOW = 2048  # tokens, where the model's context is not shorter
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass

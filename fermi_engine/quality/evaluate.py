@@ -18,10 +18,10 @@ from fermi_engine.model.decoder import Decoder
 from fermi_engine.model.weights import Weights
 from fermi_engine.quality.measures import HEAD_ROWS, Records, log_softmax, score
 from fermi_engine.quality.resume import Resume
+from fermi_engine.report import Progress
 from fermi_engine.state import HybridState
 
 TOGETHER = 16  # models whose hidden rows of a window are held at once
-Progress = Callable[[int, int, str], None]
 
 
 class Model(NamedTuple):

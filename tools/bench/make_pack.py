@@ -28,9 +28,10 @@ from fermi_engine.config import ModelConfig
 from fermi_engine.convert import plan_pack
 from fermi_engine.errors import ConfigError, FermiError, PackError
 from fermi_engine.formats import FORMATS, LANES, Format
-from fermi_engine.pack import FILE_PREFIX, Pack, Progress
+from fermi_engine.pack import FILE_PREFIX, Pack
 from fermi_engine.pack_layout import Part
 from fermi_engine.pack_writer import PackPlan, PackWriter
+from fermi_engine.report import Progress
 from fermi_engine.shapes import expected_shapes
 from tools.bench.geometries import GEOMETRIES, geometry
 from tools.bench.synthetic_tokenizer import write as write_tokenizer
