@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fermi_engine import Engine, EngineConfig, bench, pack_writer, roofline
+from fermi_engine import Engine, EngineConfig, bench, kernels, pack_writer, roofline
 from fermi_engine.against import against, first_failure
 from fermi_engine.cli import app as cli
 from fermi_engine.compression.rules import assign
@@ -23,6 +23,7 @@ from fermi_engine.pack_layout import Part
 from fermi_engine.shapes import expected_shapes
 from fermi_engine.state import KVPages
 from fermi_engine.tokenizer import Tokenizer
+from fermi_engine.vision.encoder import Vision
 from tests import hf
 from tests.model_stages import decided
 from tools import dump_reference, oracle
@@ -70,6 +71,21 @@ def test_a_synthetic_pack_is_a_sound_pack(tmp_path, format):
         for name in a.matrix_names:
             assert not np.array_equal(a.matrix(name).data, b.matrix(name).data), name
         assert not np.array_equal(a.expert(0, 0)[0].data, a.expert(0, 1)[0].data)
+
+
+@pytest.mark.parametrize("vision", ["f32", "q8_0"])
+def test_a_synthetic_pack_may_have_a_tower(tmp_path, vision):
+    path = maker.make_pack(tmp_path / "a", "small-dense", format="q8_0", vision=vision)
+    with Pack.open(path) as pack:
+        pack.check()
+        tower = [name for name in pack.matrix_names if ".encoder.layers." in name and pack.matrix(name).cols % 32 == 0]
+        assert {pack.matrix(name).format for name in tower} == {vision}
+        images = Vision(pack, kernels.get())
+        pixels = np.random.default_rng(0).integers(0, 256, (2, 300, 200, 3), np.uint8)
+        rows = [images.encode(images.prepare(each)) for each in pixels]
+    assert rows[0].shape == (70, 64)
+    assert 0.1 < np.abs(rows[0]).mean() < 10
+    assert not np.array_equal(*rows)
 
 
 @pytest.mark.parametrize("format", ["q4_0", "q8_0"])
@@ -154,6 +170,8 @@ def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch, capsys):
         maker.make_pack(tmp_path / "x", "small", format="q2")
     with pytest.raises(ConfigError, match="unknown tokenizer 'real'"):
         maker.make_pack(tmp_path / "x", "small", tokenizer="real")
+    with pytest.raises(ConfigError, match="geometry 'small' has no vision tower; choose one of qwen3"):
+        maker.make_pack(tmp_path / "x", "small", vision="f32")
     (tmp_path / "taken").write_bytes(b"mine")
     assert maker.main(["--geometry", "small", "-o", str(tmp_path / "taken")]) == 2
     assert capsys.readouterr().err.count("\n") == 1

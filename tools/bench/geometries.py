@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from fermi_engine.config import ModelConfig
+from fermi_engine.vision.config import MINICPM, MINICPM_INSERT, QWEN, QWEN_EPS, VisionConfig
+from fermi_engine.vision.plans import MiniCpmImages, QwenImages
 
 _QWEN_ROPE = {"rope_theta": 1e7, "mrope_section": (11, 11, 10), "rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4}
 _QWEN_MOE = {
@@ -53,3 +57,16 @@ def geometry(name: str) -> ModelConfig:
     kinds = ("linear_attention", "linear_attention", "linear_attention", "full_attention")
     layers = tuple(kinds[i % 4] for i in range(fields["num_hidden_layers"]))
     return ModelConfig(**fields, layer_types=layers)
+
+
+_SIGLIP = {"num_hidden_layers": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16,
+           "layer_norm_eps": QWEN_EPS}
+_QWEN_TOWER = VisionConfig(family=QWEN, **_SIGLIP, patch_size=16, temporal_patch_size=2, out_hidden_size=2048, table_side=48,
+                           insert_layer_id=-1, image_token_id=248_056, images=QwenImages())
+_MINICPM_TOWER = VisionConfig(family=MINICPM, **_SIGLIP, patch_size=14, temporal_patch_size=1, out_hidden_size=1024,
+                              table_side=70, insert_layer_id=MINICPM_INSERT, image_token_id=248_056, images=MiniCpmImages())
+# A window merger in its midst, heads whose width is no multiple of 16, an MLP that packs widen.
+_SMALL_TOWER = dataclasses.replace(_MINICPM_TOWER, num_hidden_layers=3, hidden_size=48, intermediate_size=80,
+                                   num_attention_heads=2, out_hidden_size=64, insert_layer_id=1, image_token_id=500)
+TOWERS = {"qwen3.6-35b-a3b": _QWEN_TOWER, "qwen3.6-35b-a3b-reap128": _QWEN_TOWER, "minicpm-v-4.6": _MINICPM_TOWER,
+          "small-dense": _SMALL_TOWER}

@@ -23,7 +23,7 @@ import numpy as np
 if not __package__:  # run as a script, which puts this folder on the path instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fermi_engine import report
-from fermi_engine.compression.rules import Assignment, assign
+from fermi_engine.compression.rules import Assignment, Rule, assign
 from fermi_engine.config import ModelConfig
 from fermi_engine.convert import plan_pack
 from fermi_engine.errors import ConfigError, FermiError, PackError
@@ -32,8 +32,9 @@ from fermi_engine.pack import FILE_PREFIX, Pack
 from fermi_engine.pack_layout import Part
 from fermi_engine.pack_writer import PackPlan, PackWriter
 from fermi_engine.report import Progress
-from fermi_engine.shapes import expected_shapes
-from tools.bench.geometries import GEOMETRIES, geometry
+from fermi_engine.shapes import pack_shapes
+from fermi_engine.vision.config import VisionConfig, is_vision
+from tools.bench.geometries import GEOMETRIES, TOWERS, geometry
 from tools.bench.synthetic_tokenizer import write as write_tokenizer
 from tools.random_weights import values
 
@@ -54,12 +55,17 @@ class Source:
     format: str
     files: dict[str, Path] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
-    vision: None = None
+    vision: VisionConfig | None = None
 
     @property
     def config(self) -> ModelConfig:
         """Configuration of the geometry."""
         return geometry(self.name)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors of the pack."""
+        return pack_shapes(self.config, self.vision)
 
     def identity(self) -> dict[str, Any]:
         """What the pack says about its origin: that no checkpoint ever held these weights."""
@@ -67,26 +73,35 @@ class Source:
 
 
 def make_pack(path: str | os.PathLike[str], name: str, *, seed: int = 0, format: str = "q4_0", tokenizer: str = "none",
-              force: bool = False, progress: Progress | None = None) -> Path:
+              vision: str = "none", force: bool = False, progress: Progress | None = None) -> Path:
     """Write the pack of geometry `name` to `path` and return it.
 
-    tokenizer 'synthetic' puts in a tokenizer.json of the released size (or what the vocabulary holds). Raises ConfigError
-    for unknown names, PackError where `path` exists (unless `force`) or the disk has no room for the whole pack.
+    tokenizer 'synthetic' puts in a tokenizer.json of the released size (or what the vocabulary holds). vision: the format of
+    the family's tower, which 'none' leaves out. Raises ConfigError for unknown names and geometries without a tower,
+    PackError where `path` exists (unless `force`) or the disk has no room for the whole pack.
     """
     path = Path(path)
     for word, value, known in (("geometry", name, GEOMETRIES), ("format", format, FORMATS),
-                               ("tokenizer", tokenizer, TOKENIZERS)):
+                               ("tokenizer", tokenizer, TOKENIZERS), ("vision", vision, ("none", *FORMATS))):
         if value not in known:
             raise ConfigError(f"unknown {word} {value!r}; choose one of {', '.join(known)}")
+    if vision != "none" and name not in TOWERS:
+        raise ConfigError(f"geometry {name!r} has no vision tower; choose one of {', '.join(TOWERS)} or leave --vision out")
     if path.exists() and not force:
         raise PackError(f"{path} exists; remove it, choose another name or pass --force")
     with tempfile.TemporaryDirectory(prefix="make_pack.") as directory:
         files = write_tokenizer(Path(directory), geometry(name).vocab_size, seed) if tokenizer == "synthetic" else {}
-        source = Source(name, seed, format, files)
-        assignments = assign(expected_shapes(source.config), format)
+        source = Source(name, seed, format, files, vision=TOWERS[name] if vision != "none" else None)
+        assignments = assign(source.shapes, format, tower_rules(source.shapes, vision))
         _write(path, source, assignments, plan_pack(source, assignments, format), progress)
     Pack.open(path).close()
     return path
+
+
+def tower_rules(shapes: dict[str, tuple[int, ...]], format: str) -> tuple[Rule, ...]:
+    """`format` for the matrices of a tower that may leave f32; none where `format` is "none"."""
+    free = [name for name, found in assign(shapes, "q8_0").items() if is_vision(name) and found.format == "q8_0"]
+    return () if format == "none" else tuple(Rule(name, format) for name in free)
 
 
 def _write(path: Path, source: Source, assignments: dict[str, Assignment], plan: PackPlan,
@@ -106,7 +121,7 @@ def _chunks(source: Source, name: str, assignments: dict[str, Assignment]) -> It
     elif name.endswith(".experts.blob"):
         yield from _experts(source, name.removesuffix(".blob"), assignments)
     else:
-        shape = expected_shapes(source.config)[name]
+        shape = source.shapes[name]
         if assignments[name].format in CODE_DEVIATION:
             yield from stored(Part(assignments[name].format, *shape), name, source.seed)
         else:
@@ -133,7 +148,7 @@ def _experts(source: Source, stem: str, assignments: dict[str, Assignment]) -> I
 def _floats(source: Source, name: str, shape: tuple[int, ...], format: str) -> Iterator[np.ndarray]:
     """Values as a generated checkpoint draws them: norms about one, decays and time steps as training starts them."""
     tied = source.config.tie_word_embeddings
-    blocks = values(source.seed, name, shape, tied)
+    blocks = values(source.seed, f"model.{name}" if is_vision(name) else name, shape, tied)
     if name.endswith(".conv1d.weight"):  # stored taps first
         whole = np.concatenate(list(blocks)).reshape(shape[0], shape[-1])
         blocks = iter([np.ascontiguousarray(whole.T).reshape(-1)])
@@ -197,14 +212,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: NAME.fermi")
     parser.add_argument("--format", default="q4_0", help=", ".join(FORMATS))
     parser.add_argument("--tokenizer", default="none", help=", ".join(TOKENIZERS))
+    parser.add_argument("--vision", default="none", help=f"format of the tower: none, {', '.join(FORMATS)}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--force", action="store_true", help="replace FILE where it exists")
     o = parser.parse_args(argv)
     path = o.output or Path(f"{o.geometry}.fermi")
     try:
         with report.progress("writing") as progress:
-            make_pack(path, o.geometry, seed=o.seed, format=o.format, tokenizer=o.tokenizer, force=o.force,
-                      progress=progress)
+            make_pack(path, o.geometry, seed=o.seed, format=o.format, tokenizer=o.tokenizer,
+                      vision=o.vision, force=o.force, progress=progress)
     except FermiError as err:
         report.note(f"error: {err}")
         return 2
