@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fermi_engine.errors import DeviceError, RequestError
+from fermi_engine.model.gpu_inputs import Inputs, TextInputs
 from fermi_engine.model.weights import Trace, silent
 from fermi_engine.snapshots.cache import Snapshot, SnapshotCache
 from fermi_engine.snapshots.prefix import NumericPath, Prefix
@@ -196,8 +197,10 @@ class Session:
         """Append ids; logits after each of them, float32 [T, vocab]. Raises as `prefill`."""
         checked = self._checked(ids, self.position)
         placed = self._placed(checked, images, self.position)
+        if placed is not None:
+            placed.encode(self.position)
         if self.engine.is_resident:
-            return self._rows_of_resident(checked, trace)
+            return self._rows_of_resident(checked, trace, placed)
         with self._moving():
             hidden = (self._hidden(block, placed, trace) for block in self._blocks(checked, ()))
             rows = [self.engine.decoder.logits(part, trace) for part in hidden]
@@ -208,10 +211,6 @@ class Session:
         """Images among ids int32 [T] that begin at token `first`; None without any."""
         if not images:
             return None
-        if self.engine.is_resident:
-            raise RequestError("--decode gpu reads text only; --decode cpu reads images, too")
-        if self.engine.options.prefill == "gpu":
-            raise RequestError("--prefill gpu reads text only; --prefill auto and cpu read images, too")
         return self.engine.vision.place(ids, images, first, self._seen.after(first))
 
     def _cache(self) -> SnapshotCache | None:
@@ -257,12 +256,15 @@ class Session:
                 is_prompt: bool = False, images: PlacedImages | None = None) -> np.ndarray:
         """Evaluate ids int32 [T] after what has gone in; logits of the last. taking: None leaves no snapshots. is_prompt: they
         are the rest of a prompt, and go the way that its beginning went. images: those of the prompt, or of these ids."""
+        is_prompt = is_prompt or taking is not None
+        if images is not None:
+            images.encode(self.position)  # here, where an error leaves the session as it was
         start = time.perf_counter()
         if self.engine.is_resident:
-            logits = self._on_resident(ids, progress, taking, is_prompt or taking is not None or len(ids) > 1)
+            logits = self._on_resident(ids, progress, taking, is_prompt or images is not None or len(ids) > 1, images)
             self._timed(start, ids, taking)
             return logits
-        hidden = None if images or self._seen.shift else self._on_gpu(ids, progress, taking, is_prompt or taking is not None)
+        hidden = self._on_gpu(ids, progress, taking, is_prompt, self._inputs(images))
         if hidden is None and taking is not None:
             taking.give_back()  # of a GPU that has failed
         with self._moving():
@@ -275,40 +277,46 @@ class Session:
         if taking is not None and len(ids) >= TIMED_TOKENS:
             taking.cache.costs.measured(token_s=(time.perf_counter() - start - taking.seconds) / len(ids))
 
-    def _on_resident(self, ids: np.ndarray, progress: Progress | None, taking: Taking | None, is_prefill: bool) -> np.ndarray:
+    def _inputs(self, images: PlacedImages | None) -> Inputs:
+        """What a GPU has to know of tokens beside their ids."""
+        return TextInputs(self._seen.shift) if images is None else images
+
+    def _on_resident(self, ids: np.ndarray, progress: Progress | None, taking: Taking | None, is_prefill: bool,
+                     images: PlacedImages | None) -> np.ndarray:
         """Logits of the last token where the model lives on the GPU. is_prefill: by the kernels for many tokens, whose bits no
-        cut changes; else one token goes through those of one."""
+        cut changes; else one token of text goes through those of one."""
         state, resident = self._live(), self.engine.resident
         resident.admit(state, len(ids), is_prefill)  # refuses while nothing has happened yet
         if not is_prefill:
             with self._moving():
-                logits = resident.decode(int(ids[0]), state)
+                logits = resident.decode(int(ids[0]), state, self._seen.shift)
             self._went(ids, "gpu token", None)
             if progress is not None:
                 progress(1, 1)
             return logits
         with self._moving():
-            logits = resident.prefill(ids, state, progress, taking)
-        self._went(ids, "gpu", None)
+            logits = resident.prefill(ids, state, progress, taking, self._inputs(images))
+        self._went(ids, "gpu", images)
         return logits
 
-    def _rows_of_resident(self, ids: np.ndarray, trace: Trace) -> np.ndarray:
+    def _rows_of_resident(self, ids: np.ndarray, trace: Trace, images: PlacedImages | None) -> np.ndarray:
         if trace is not silent:
             raise RequestError("a model that lives on the GPU has no trace of its layers; run with --decode cpu")
         state, resident = self._live(), self.engine.resident
         resident.admit(state, len(ids), True)
         with self._moving():
-            logits = resident.rows(ids, state)
-        self._went(ids, "gpu", None)
+            logits = resident.rows(ids, state, self._inputs(images))
+        self._went(ids, "gpu", images)
         return logits
 
-    def _on_gpu(self, ids: np.ndarray, progress: Progress | None, taking: Taking | None, is_prompt: bool) -> np.ndarray | None:
+    def _on_gpu(self, ids: np.ndarray, progress: Progress | None, taking: Taking | None, is_prompt: bool,
+                inputs: Inputs) -> np.ndarray | None:
         """The last token's hidden row [1, H] where the GPU does this prefill, else None."""
         if self.engine.gpu is None:
             return None
         state = self.state
         try:
-            return self.engine.gpu.hidden(ids, state, progress, taking, is_prompt and self.position > 0)
+            return self.engine.gpu.hidden(ids, state, progress, taking, is_prompt and self.position > 0, inputs)
         except DeviceError:
             raise
         except BaseException:

@@ -137,11 +137,6 @@ def test_states_of_the_cpu_are_refused(bare, dense):
         bare.session().restore(plain.snapshot())
 
 
-def test_images_are_refused(bare):
-    with pytest.raises(RequestError, match="--decode gpu reads text only; --decode cpu reads images, too"):
-        bare.session().prefill([1, 2], images=[None])
-
-
 def test_logits_of_every_token(engine):
     """Each row is the last of a prefill that ends there, to the bit."""
     ids = ids_for(engine, 70).tolist()

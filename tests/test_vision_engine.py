@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoImageProcessor
 
-from fermi_engine import Engine, EngineConfig, SamplingParams
+from fermi_engine import Engine, SamplingParams
 from fermi_engine.errors import RequestError
 from fermi_engine.vision.encoder import PlacedImages
 from fermi_engine.vision.patches import PreparedImage
@@ -124,9 +124,6 @@ def test_images_and_places_that_do_not_fit_are_refused_before_any_work(pair):
         session.prompt([1, 2, 3], images=images)
     assert session.position == 0
     session.prompt([1, 2, 3])
-    on_gpu = Engine(pair.engine.pack, EngineConfig(prefill="gpu", device="emulated")).session()
-    with pytest.raises(RequestError, match="--prefill gpu reads text only; --prefill auto and cpu read images, too"):
-        on_gpu.prompt(pair.prompt(images), images=images)
 
 
 def test_generate_takes_images(pair):

@@ -222,8 +222,8 @@ LAYERS = (
           '("final", mine.carried.state)', "sm20:prefill"),
     Fault("logits of the first token, sm_20", "fermi_engine/gpu/prefill.py", 'block["x"].rows(block.tokens - 1, 1)',
           'block["x"].rows(0, 1)', "sm20:prefill"),
-    Fault("positions restart in every piece, sm_20", "fermi_engine/gpu/prefill.py", "np.arange(begin, begin + tokens)",
-          "np.arange(tokens)", "sm20:prefill"),
+    Fault("positions restart in every piece, sm_20", "fermi_engine/gpu/prefill.py",
+          "self.inputs.positions(begin, begin + tokens)", "self.inputs.positions(0, tokens)", "sm20:prefill"),
 )
 
 SM20 = PRODUCTS + ROWS + ATTENTION + EXPERTS + DELTA_RULE + TOKEN + LAYERS

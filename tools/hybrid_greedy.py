@@ -31,6 +31,7 @@ from fermi_engine.config import EngineConfig
 from fermi_engine.convert import convert
 from fermi_engine.engine import Engine
 from fermi_engine.model.decoder import Decoder
+from fermi_engine.model.gpu_inputs import TEXT, TextInputs
 from fermi_engine.state import HybridState
 from tools.noise import nudge
 from tools.tiny_tasks import Encoder, drawn
@@ -56,9 +57,9 @@ class Float32Prefill:
             nudge(self.decoder, seed)
 
     def hidden(self, ids: np.ndarray, state: HybridState, progress: Any = None, stops: Any = None,
-               is_rest: bool = False) -> np.ndarray | None:
+               is_rest: bool = False, inputs: TextInputs = TEXT) -> np.ndarray | None:
         """The last token's hidden row [1, H]; None for a token by itself (gpu.choice.GpuChoice.hidden)."""
-        return self.decoder.hidden(ids, state)[-1:] if len(ids) > 1 or is_rest else None
+        return self.decoder.hidden(ids, state, shift=inputs.shift)[-1:] if len(ids) > 1 or is_rest else None
 
 
 @dataclass(frozen=True)

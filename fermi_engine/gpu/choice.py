@@ -13,6 +13,7 @@ from fermi_engine.gpu.boundaries import Stops
 from fermi_engine.gpu.prefill import HybridPrefill, Progress
 from fermi_engine.kernels.gpu import Device, open_device
 from fermi_engine.model.decoder import Decoder
+from fermi_engine.model.gpu_inputs import TEXT, Inputs
 from fermi_engine.model.weights import Weights
 from fermi_engine.report import note as say
 from fermi_engine.state import HybridState
@@ -34,7 +35,7 @@ class GpuChoice:
         self.cost: gpu_cost.Cost | None = None  # what 'auto' decides by, once measured
 
     def hidden(self, ids: np.ndarray, state: HybridState, progress: Progress | None = None, stops: Stops | None = None,
-               is_rest: bool = False) -> np.ndarray | None:
+               is_rest: bool = False, inputs: Inputs = TEXT) -> np.ndarray | None:
         """HybridPrefill.run, or None where the CPU is to do it: single tokens, and what 'auto' leaves to it. is_rest: the tokens
         are the rest of a longer prompt, of which a single one goes the way of the others, too."""
         is_auto = self._options.prefill == "auto"
@@ -45,7 +46,7 @@ class GpuChoice:
             if is_auto and not self._is_faster(prefill, ids, state.position):
                 return None
             prefill.timing = self.timing
-            return prefill.run(ids, state, progress, stops)
+            return prefill.run(ids, state, progress, stops, inputs)
         except DeviceError as err:
             if not is_auto:
                 raise err if OFFER in str(err) else type(err)(f"{err}; {OFFER} does without the GPU") from None

@@ -23,6 +23,7 @@ from fermi_engine.kernels.device_arrays import DeviceArray
 from fermi_engine.kernels.gpu import Device, DeviceBuffer, Event, Span
 from fermi_engine.kernels.sm20_vendor import VendorKernels
 from fermi_engine.model.decoder import Decoder
+from fermi_engine.model.gpu_inputs import TEXT, Inputs, splice
 from fermi_engine.model.gpu_layers import Activations, BlockOnDevice, DeviceWeights, Kernels
 from fermi_engine.model.gpu_weights import DenseWeights, ExpertWeights, Layout, unfit
 from fermi_engine.model.weights import Weights
@@ -69,17 +70,18 @@ class HybridPrefill:
         return placement.plan(demand, start, end, self.ledger.limit, self.slots, self.token_block)
 
     def run(self, ids: np.ndarray, state: HybridState, progress: Progress | None = None,
-            stops: Stops | None = None) -> np.ndarray:
+            stops: Stops | None = None, inputs: Inputs = TEXT) -> np.ndarray:
         """ids int32 [T] appended to `state` -> hidden row [1, H] of the last token, before the final norm; `state` moves on.
 
         progress(done, total) counts tokens, in steps of a layer. stops: who wants states of positions inside; as many as fit on
-        the device without costing the prefill more copies. Raises DeviceError, one line; `state` is as before then.
+        the device without costing the prefill more copies. inputs: positions and images of the tokens. Raises DeviceError, one
+        line; `state` is as before then.
         """
         plan, places = self._with_stops(state, state.position + len(ids), stops)
         before = self.host.copied_bytes
         with self._traced() as spans, self._idle_after_errors():
             buffers = self.ledger.settle(plan.sizes)
-            run = _Run(self, plan, buffers, self._load(plan, buffers), state, places)
+            run = _Run(self, plan, buffers, self._load(plan, buffers), state, places, inputs)
             try:
                 hidden, commit = run.through(ids, progress)
             finally:
@@ -155,8 +157,9 @@ class _Run:
     """One call: its buffers, and the steps of its schedule. Step i is layer i % L of block i // L."""
 
     def __init__(self, owner: HybridPrefill, plan: Plan, buffers: dict[str, DeviceBuffer], resident: list[DeviceWeights],
-                 state: HybridState, places: Sequence[Place] = ()) -> None:
+                 state: HybridState, places: Sequence[Place] = (), inputs: Inputs = TEXT) -> None:
         """buffers: of plan.sizes; resident: the weights of the first layers; places: where states are left."""
+        self.inputs = inputs
         self.owner, self.plan, self.buffers, self.resident, self.state = owner, plan, buffers, resident, state
         self.layers = len(owner.dense)
         self.steps = self.layers * len(plan.blocks)
@@ -220,16 +223,17 @@ class _Run:
         return self.staging["hidden"].copy(), commit
 
     def _block(self, ids: np.ndarray, begin: int) -> BlockOnDevice:
-        """The embedding rows of a block, gathered by the CPU, and its positions, on the device."""
+        """The embeddings of a block, those of words gathered by the CPU, and its positions, on the device."""
         owner, tokens = self.owner, len(ids)
         arrays = Activations(owner.config, tokens).within(self.activations)
         self.uploaded.synchronize()  # the block before is out of the staging memory
         x, positions = self.staging["x"][:tokens], self.staging["positions"].reshape(-1)[: 3 * tokens].reshape(3, tokens)
         x[:] = owner.decoder.kernels.rows(owner.decoder.embed_tokens, ids)
-        positions[:] = np.arange(begin, begin + tokens)
+        positions[:] = self.inputs.positions(begin, begin + tokens)
         rotary = owner.decoder.rotary
         for name, host in (("x", x), ("positions", positions), ("inv_freq", rotary.inv_freq), ("axis", rotary.axis)):
             arrays[name].upload(owner.device, host, owner.compute, name)
+        splice(owner.device, owner.compute, arrays["x"], self.inputs.embeddings(begin, begin + tokens))
         self.uploaded.record(owner.compute)
         block = BlockOnDevice(owner.config, self.kernels, arrays, tokens, begin, self.state.kv_format)
         block.tables()

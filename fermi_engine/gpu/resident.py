@@ -23,6 +23,7 @@ from fermi_engine.kernels.device_arrays import DeviceArray
 from fermi_engine.kernels.gpu import Device, DeviceBuffer, Event
 from fermi_engine.kernels.sm20_vendor import VendorKernels
 from fermi_engine.model.decoder import Decoder
+from fermi_engine.model.gpu_inputs import TEXT, Inputs, splice
 from fermi_engine.model.gpu_layers import Activations, BlockOnDevice, DeltaOnDevice, DeviceWeights, Kernels
 from fermi_engine.model.gpu_token import STEP, TokenArrays, TokenOnDevice, unfit_for_tokens
 from fermi_engine.model.gpu_weights import DenseWeights, EndWeights, WeightBlock, unfit
@@ -220,18 +221,18 @@ class Resident:
     # tokens
 
     def prefill(self, ids: np.ndarray, state: HybridState, progress: Progress | None = None,
-                stops: Stops | None = None) -> np.ndarray:
+                stops: Stops | None = None, inputs: Inputs = TEXT) -> np.ndarray:
         """ids int32 [T] after `state` -> logits float32 [vocab] of the last, a new array. progress(done, total) after each block
         but what is still queued. stops: who wants states of positions inside; as many as fit beside what there is, and `state`
-        is up to date then. Raises DeviceError, one line."""
-        return self._prefill(ids, state, progress, stops, False)[0]
+        is up to date then. inputs: positions and images of the tokens. Raises DeviceError, one line."""
+        return self._prefill(ids, state, inputs, progress, stops)[0]
 
-    def rows(self, ids: np.ndarray, state: HybridState) -> np.ndarray:
+    def rows(self, ids: np.ndarray, state: HybridState, inputs: Inputs = TEXT) -> np.ndarray:
         """The same, but logits of every token, [T, vocab]."""
-        return np.stack(self._prefill(ids, state, None, None, True))
+        return np.stack(self._prefill(ids, state, inputs, is_every=True))
 
-    def _prefill(self, ids: np.ndarray, state: HybridState, progress: Progress | None, stops: Stops | None,
-                 is_every: bool) -> list[np.ndarray]:
+    def _prefill(self, ids: np.ndarray, state: HybridState, inputs: Inputs, progress: Progress | None = None,
+                 stops: Stops | None = None, is_every: bool = False) -> list[np.ndarray]:
         self.admit(state, len(ids), True)
         with self._lost_after_errors():
             self._adopt(state)
@@ -244,7 +245,7 @@ class Resident:
             queued: list[tuple[Event, int]] = []
             with self._boundaries(state, cuts, stops) as boundaries:
                 for number, (begin, end) in enumerate(cuts):
-                    block = self._block(ids[begin - start : end - start], begin)
+                    block = self._block(ids[begin - start : end - start], begin, inputs)
                     self._layers(block, number, boundaries)
                     rows += [self._logits(block, token) for token in range(block.tokens)] if is_every else []
                     queued.append((self._mark(), end - start))
@@ -304,30 +305,31 @@ class Resident:
         self.device.d2d(x.buffer, row.buffer, x.nbytes, self.compute, x.offset, row.offset, "last row")
         return self._head()
 
-    def decode(self, token: int, state: HybridState) -> np.ndarray:
-        """One token after `state` -> its logits float32 [vocab], a new array; the host waits once. Raises DeviceError."""
+    def decode(self, token: int, state: HybridState, shift: int = 0) -> np.ndarray:
+        """One token of text after `state` -> its logits float32 [vocab], a new array; the host waits once. shift: how far its
+        position is ahead of the count of tokens. Raises DeviceError."""
         self.admit(state, 1, False)
         with self._lost_after_errors():
-            self._step(token, state)
+            self._step(token, state, shift)
             return self._head()
 
-    def greedy(self, token: int, state: HybridState) -> int:
+    def greedy(self, token: int, state: HybridState, shift: int = 0) -> int:
         """One token after `state` -> the likeliest next one, the lowest of equals; -1 where all logits are NaN. The host waits
         once, for its id."""
         index = np.empty(1, np.int32)
         self.admit(state, 1, False)
         with self._lost_after_errors():
-            self._step(token, state)
+            self._step(token, state, shift)
             self.device.replay(self.token.head, self.compute)
             self.device.replay(self.token.choice, self.compute)
             self.token["index"].download(self.device, index, self.compute)
         return int(index[0])
 
-    def _step(self, token: int, state: HybridState) -> None:
-        """Give the layers of one token."""
+    def _step(self, token: int, state: HybridState, shift: int) -> None:
+        """Give the layers of one token: its place in the cache is its number, its position on each axis `shift` further."""
         self._adopt(state)
         given = self.host.staging(STEP_BYTES)[: 4 * STEP].view(np.int32)
-        given[:] = token, *[self._position] * (STEP - 1)
+        given[:] = token, self._position, *[self._position + shift] * (STEP - 2)
         self.token["step"].upload(self.device, given, self.compute, "step")
         self.device.replay(self.token.layers, self.compute)
         self._position, self._is_open = self._position + 1, False
@@ -341,17 +343,17 @@ class Resident:
         self.compute.synchronize()
         return logits.copy()
 
-    def _block(self, ids: np.ndarray, begin: int) -> BlockOnDevice:
-        """The embedding rows of a block and its tables, on the device."""
+    def _block(self, ids: np.ndarray, begin: int, inputs: Inputs) -> BlockOnDevice:
+        """The embeddings of a block and its tables, on the device."""
         arrays = Activations(self.config, len(ids)).within(self._activations)
-        positions = np.empty((3, len(ids)), np.int32)
-        positions[:] = np.arange(begin, begin + len(ids))
+        positions = inputs.positions(begin, begin + len(ids))
         rows = DeviceArray.within(self._activations, ids.shape, np.int32, arrays["u"].offset)  # u is not in use yet
         rotary = self.decoder.rotary
         for array, host in ((rows, ids), (arrays["positions"], positions), (arrays["inv_freq"], rotary.inv_freq),
                             (arrays["axis"], rotary.axis)):
             array.upload(self.device, np.ascontiguousarray(host), self.compute)
         self.kernels.rows.rows(self._ends["embed_tokens"], arrays["x"], rows)
+        splice(self.device, self.compute, arrays["x"], inputs.embeddings(begin, begin + len(ids)))
         block = BlockOnDevice(self.config, self.kernels, arrays, len(ids), begin)
         block.tables()
         return block

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from fermi_engine.errors import RequestError
 from fermi_engine.kernels.cpu import CpuKernels
 from fermi_engine.model.decoder import ImageTokens
+from fermi_engine.model.gpu_inputs import Rows, Spliced, some_rows
 from fermi_engine.model.vision_minicpm import MiniCpmVision
 from fermi_engine.model.vision_qwen import QwenVision
 from fermi_engine.snapshots.prefix import ImageSpan
@@ -139,7 +141,7 @@ class Seen(NamedTuple):
 
 class PlacedImages:
     """The images of a run of tokens: positions of all its tokens int32 [3, T], images in order. `first` is its first token's
-    number in the sequence, `end` the position of the token that follows.
+    number in the sequence, `end` the position of the token that follows. What gpu_inputs.Inputs wants, too.
 
     An image is encoded when a token of it is asked for, once.
     """
@@ -147,7 +149,7 @@ class PlacedImages:
     def __init__(self, vision: Vision, axes: np.ndarray, images: tuple[Placed, ...], first: int, end: int) -> None:
         self.axes, self.images, self.first, self.end = axes, images, first, end
         self._vision = vision
-        self._rows: dict[int, np.ndarray] = {}
+        self._rows: dict[int, Rows] = {}
 
     def seen(self, before: Seen | None = None) -> Seen:
         """What the sequence has seen after the run, where it has seen `before` until then."""
@@ -157,17 +159,36 @@ class PlacedImages:
 
     def part(self, begin: int, end: int) -> ImageTokens:
         """Tokens begin..end of the sequence, all of the run."""
-        begin, end = begin - self.first, end - self.first
         slots, rows = [np.empty(0, np.int64)], [np.empty((0, self._vision.config.out_hidden_size), np.float32)]
+        for first, run in self.embeddings(begin, end):
+            slots.append(np.arange(first, first + len(run)))
+            rows.append(run)
+        return ImageTokens(self.positions(begin, end), np.concatenate(slots), np.concatenate(rows))
+
+    def encode(self, begin: int) -> None:
+        """Have the embeddings of all images that tokens from `begin` of the sequence on belong to."""
+        for index, placed in enumerate(self.images):
+            if placed.end > begin - self.first:
+                self._encoded(index)
+
+    def positions(self, begin: int, end: int) -> np.ndarray:
+        """Of tokens begin..end of the sequence, all of the run: int32 [3, end - begin]."""
+        return np.ascontiguousarray(self.axes[:, begin - self.first : end - self.first])
+
+    def embeddings(self, begin: int, end: int) -> list[Spliced]:
+        """Those of tokens begin..end of the sequence in runs without gaps, each with the number of its first token counted from
+        `begin`."""
+        found, begin, end = [], begin - self.first, end - self.first
         for index, placed in enumerate(self.images):
             first, last = np.searchsorted(placed.slots, (begin, end))
             if first < last:
-                slots.append(placed.slots[first:last] - begin)
-                rows.append(self._encoded(index)[first:last])
-        axes = np.ascontiguousarray(self.axes[:, begin:end])
-        return ImageTokens(axes, np.concatenate(slots), np.concatenate(rows))
+                gaps = np.flatnonzero(np.diff(placed.slots[first:last]) != 1) + 1
+                cuts = [int(first), *(first + gaps).tolist(), int(last)]
+                rows = self._encoded(index)
+                found += [(int(placed.slots[a]) - begin, some_rows(rows, a, b - a)) for a, b in pairwise(cuts)]
+        return found
 
-    def _encoded(self, index: int) -> np.ndarray:
+    def _encoded(self, index: int) -> Rows:
         if index not in self._rows:
             self._rows[index] = self._vision.encode(self.images[index].image)
         return self._rows[index]
