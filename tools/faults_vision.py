@@ -5,7 +5,7 @@ from __future__ import annotations
 from tools.faults_kernels import Fault
 
 _QWEN, _MINICPM, _COMMON = (f"fermi_engine/model/{name}.py" for name in ("vision_qwen", "vision_minicpm", "vision"))
-_PLANS, _PATCHES, _PROMPT = (f"fermi_engine/image_{name}.py" for name in ("plans", "patches", "prompt"))
+_PLANS, _PATCHES, _PROMPT = (f"fermi_engine/vision/{name}.py" for name in ("plans", "patches", "prompt"))
 
 VISION = (
     Fault("alpha laid on black", "fermi_engine/vision/images.py", "BACKGROUND = (255, 255, 255)", "BACKGROUND = (0, 0, 0)",
