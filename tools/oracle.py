@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from fermi_engine.formats import Matrix
 from fermi_engine.pack import Pack
+from fermi_engine.vision.config import QWEN
+from fermi_engine.vision.plans import Grid
 from reference.decoder import Decoder
 from reference.quant import QuantMatrix, unpack_q4_0, unpack_q8_0
+from reference.vision_minicpm import MiniCpmVision
+from reference.vision_qwen import QwenVision, text_positions
 
 
 def decoder(pack: Pack, activations: str = "q8_0", dtype: torch.dtype = torch.float64, layer: int | None = None) -> Decoder:
@@ -18,6 +24,28 @@ def decoder(pack: Pack, activations: str = "q8_0", dtype: torch.dtype = torch.fl
     layer: of a large pack read this one only; the decoder has neither embedding nor head then.
     """
     return Decoder(pack.config, params(pack, activations, layer)).to(dtype)
+
+
+class Tower:
+    """A pack's tower, its weights dequantised, and where it has a prompt's tokens stand."""
+
+    def __init__(self, pack: Pack, dtype: torch.dtype = torch.float64) -> None:
+        self.config, self.dtype = pack.vision, dtype
+        self.is_qwen = pack.vision.family == QWEN
+        prefixes = ("visual.",) if self.is_qwen else ("vision_tower.", "merger.")
+        named = {name.removeprefix("visual."): value for name, value in params(pack, "f32").items() if name.startswith(prefixes)}
+        self.model = (QwenVision if self.is_qwen else MiniCpmVision)(pack.vision, named).to(dtype)
+
+    def rows(self, patches: np.ndarray, grids: Sequence[Grid]) -> torch.Tensor:
+        """Embeddings [tokens, out] of one image (image_patches.PreparedImage)."""
+        extra = () if self.is_qwen else (self.config.images.downsample_mode,)
+        return self.model.forward(torch.from_numpy(patches).to(self.dtype), list(grids), *extra)
+
+    def positions(self, ids: Sequence[int], grids: Sequence[Grid]) -> tuple[torch.Tensor, int]:
+        """int64 [3, T] of ids, and that of the token that follows. grids: of the images' only views (Qwen)."""
+        if self.is_qwen:
+            return text_positions(ids, self.config.image_token_id, grids)
+        return torch.arange(len(ids)).expand(3, -1), len(ids)
 
 
 def params(pack: Pack, activations: str, layer: int | None = None) -> dict[str, object]:
