@@ -52,8 +52,8 @@ def float_rows(d: Draws, rows: int, n: int, first: int) -> Arrays:
 
 
 def long_attention(d: Draws, edge: str, **sizes: int) -> Arrays:
-    """Keys and values of more than one block of 128 positions, float32 only. 'rising' and 'falling': a block's largest score is
-    more than 88 above or below those of the blocks before it."""
+    """Keys and values of more than one block of 128 positions, or of more than one span of 1024, float32 only. 'rising' and
+    'falling': a block's largest score is more than 88 above or below those of the blocks before it."""
     slopes = {"rising": (0, 100), "falling": (100, 0)}
     arrays = draw.attention_operands(d, page_tokens=64, edge="plain" if edge in slopes else edge, **sizes)
     if edge in slopes:
@@ -170,11 +170,11 @@ GPU_ORACLES: dict[str, Oracle] = {
     "grouped_gemm_q4_0": _groups("q4_0", {"tokens": 20, "k": 2, "blocks": 2, "choice": "any"}),
     "grouped_gemm_q8_0": _groups("q8_0", {"tokens": 66, "k": 1, "blocks": 1, "choice": "same"}),
     "attention_long": Oracle(
-        long_attention, {"past": st.sampled_from((120, 127, 128, 260)), "tokens": few | st.just(30),
+        long_attention, {"past": st.sampled_from((120, 127, 128, 260, 1020, 1151)), "tokens": few | st.just(30),
                          "kv_heads": st.integers(1, 2), "group": st.sampled_from((1, 3, 9)),
                          "head_dim": st.sampled_from((32, 64, 160, 256)),
                          "edge": st.sampled_from(("sharp", "rising", "falling", *draw.EDGES))},
-        {"past": 126, "tokens": 5, "kv_heads": 2, "group": 3, "head_dim": 32, "edge": "plain"}, attention),
+        {"past": 1022, "tokens": 5, "kv_heads": 1, "group": 3, "head_dim": 32, "edge": "plain"}, attention),
     "gdn_chunk": Oracle(
         chunk_operands, {"tokens": st.sampled_from((1, 2, 3, 4, 5, 63, 64, 65, 129)), "k_heads": st.integers(1, 2),
                          "ratio": st.integers(1, 3), "dk": _dims, "dv": _dims, "column": st.integers(0, 3),

@@ -134,13 +134,13 @@ def _rows(bench: Bench, d: Draws) -> Arrays:
 
 
 def _attention(bench: Bench, d: Draws) -> Arrays:
-    """Groups of three heads straddle tiles, the cache has room behind the last position, and a block ends within the new ones."""
-    past, tokens, heads, kv_heads, dim = 100, 45, 6, 2, 32
+    """Groups of three heads straddle tiles, the cache has room behind the last position, and a span ends within the new ones."""
+    past, tokens, heads, kv_heads, dim = 1000, 45, 6, 2, 32
     cache = DeviceCache(*(bench.room(kv_heads, past + tokens + 3, dim) for _ in "kv"))
     for begin, count in ((0, past), (past, tokens)):
         bench.tokens.kv_append(cache, begin, *(bench.put(d.normal(count, kv_heads, dim)) for _ in "kv"))
-    out = bench.room(tokens, heads, dim)
-    bench.tokens.attention(bench.put(d.normal(tokens, heads, dim)), cache, past, dim**-0.5, out)
+    out, total = bench.room(tokens, heads, dim), bench.room(tokens, heads, dim)
+    bench.tokens.attention(bench.put(d.normal(tokens, heads, dim)), cache, past, dim**-0.5, out, total)
     return {"o": bench.get(out)}
 
 
@@ -253,13 +253,13 @@ def _token_products(bench: Bench, d: Draws) -> Arrays:
 
 
 def _token(bench: Bench, d: Draws) -> Arrays:
-    """The delta rule; attention over two splits with room behind; the choice."""
+    """The delta rule; attention over splits of two spans with room behind; the choice."""
     ops, heads, dk, dv, taps = TokenKernels(bench.device, bench.stream), 4, 64, 32, 4
     channels = 2 * 2 * dk + heads * dv
     arrays = {"qkv": (channels,), "z": (heads * dv,), "a": (heads,), "b": (heads,), "weight": (taps, channels),
               "A_log": (heads,), "dt_bias": (heads,), "norm": (dv,), "tail": (taps - 1, channels), "state": (heads, dk, dv)}
     up = {name: bench.put(d.normal(*shape)) for name, shape in arrays.items()}
-    delta, past, dim = bench.room(heads * dv), 77, 32
+    delta, past, dim = bench.room(heads * dv), 1077, 32
     ops.gdn_token(**up, out=delta, k_heads=2, l2_eps=1e-6, norm_eps=1e-6, q_scale=dk**-0.5)
     cache = DeviceCache(*(bench.room(2, past + 60, dim) for _ in "kv"))
     bench.tokens.kv_append(cache, 0, *(bench.put(d.normal(past, 2, dim)) for _ in "kv"))

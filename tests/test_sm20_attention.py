@@ -81,7 +81,7 @@ def filled(run: DeviceRun, k: np.ndarray, v: np.ndarray, spare: int = 5) -> Devi
 def attend(run: DeviceRun, q: np.ndarray, cache: DeviceCache, start: int) -> np.ndarray:
     """attention of q [T, HQ, D] from position `start` on."""
     out = run.empty(*q.shape)
-    run.tokens.attention(run.put(q), cache, start, 1 / math.sqrt(q.shape[2]), out)
+    run.tokens.attention(run.put(q), cache, start, 1 / math.sqrt(q.shape[2]), out, run.empty(*q.shape))
     return run.get(out)
 
 
@@ -133,18 +133,30 @@ def test_a_cut_changes_no_bit(run: DeviceRun, heads: int, kv_heads: int) -> None
         assert same_bits(attend(run, q[t : t + 1], cache, t), results[0][t : t + 1]), t
 
 
-def test_tiles_of_rows_have_no_races() -> None:
-    q, k, v = attention_inputs(30, 122, 6, 2, 64)
+def test_a_cut_at_the_end_of_a_span_changes_no_bit(run: DeviceRun) -> None:
+    """Rows that see one span of 1024 positions share a tile with rows that see two."""
+    start, (q, k, v) = 1010, attention_inputs(40, 1010, 6, 2, 32)
+    cache = filled(run, k, v)
+    right = attend(run, q, cache, start)
+    assert same_bits(np.concatenate([attend(run, q[a:b], cache, start + a) for a, b in ((0, 13), (13, 15), (15, 40))]), right)
+    for t in (0, 12, 13, 14, 15, 39):
+        assert same_bits(attend(run, q[t : t + 1], cache, start + t), right[t : t + 1]), t
+
+
+@pytest.mark.parametrize("start", [122, 1010])
+def test_tiles_of_rows_have_no_races(start: int) -> None:
+    q, k, v = attention_inputs(30, start, 6, 2, 64)
     with opened("emulated") as plain, opened("checked") as checked:
-        assert same_bits(*(attend(run, q, filled(run, k, v), 122) for run in (plain, checked)))
+        assert same_bits(*(attend(run, q, filled(run, k, v), start) for run in (plain, checked)))
 
 
 @pytest.mark.parametrize("what", [np.inf, -np.inf, np.nan])
-def test_what_comes_later_changes_nothing_before(run: DeviceRun, what: float) -> None:
-    q, k, v = attention_inputs(30, 115, 4, 1, 32)
-    right = attend(run, q, filled(run, k, v), 115)
-    k[130:], v[130:] = what, what
-    got = attend(run, q, filled(run, k, v), 115)
+@pytest.mark.parametrize("start", [115, 1009])
+def test_what_comes_later_changes_nothing_before(run: DeviceRun, what: float, start: int) -> None:
+    q, k, v = attention_inputs(30, start, 4, 1, 32)
+    right = attend(run, q, filled(run, k, v), start)
+    k[start + 15 :], v[start + 15 :] = what, what
+    got = attend(run, q, filled(run, k, v), start)
     assert same_bits(got[:15], right[:15])
     assert np.isnan(got[15:]).all()
 
@@ -294,6 +306,8 @@ def refusals(run: DeviceRun) -> None:
     cache, q, k = empty_cache(run, 2, 8, 32), run.empty(3, 4, 32), run.tokens
     with pytest.raises(ValueError, match=r"attention: 3 tokens of 2 heads of 32 at position 6 in a cache \(2, 8, 32\)"):
         k.attention(q, cache, 6, 1.0, q)
+    with pytest.raises(ValueError, match="attention: 1025 positions, more than 1024, need an array for sums on the way"):
+        k.attention(q.rows(0, 1), empty_cache(run, 2, 1025, 32), 1024, 1.0, q.rows(1, 1))
     odd = HEAD_DIM_STEP + 1
     with pytest.raises(ValueError, match="head sizes are multiples of 32"):
         k.attention(run.empty(1, 4, odd), empty_cache(run, 2, 8, odd), 0, 1.0, run.empty(1, 4, odd))

@@ -258,7 +258,8 @@ def check_attention(bench: Bench, position: int, heads: int, kv_heads: int, dim:
     return exact and TwiceReference(steps, float(np.abs(v).max())).judge({"o": got}, case).passed
 
 
-ATTENTIONS = ((0, 2, 1, 32), (1, 8, 2, 64), (63, 6, 2, 96), (64, 4, 4, 32), (65, 9, 1, 256), (200, 8, 2, 256))
+ATTENTIONS = ((0, 2, 1, 32), (1, 8, 2, 64), (63, 6, 2, 96), (64, 4, 4, 32), (65, 9, 1, 256), (200, 8, 2, 256),
+              (1023, 4, 2, 32), (1100, 4, 2, 32))
 
 
 @pytest.mark.parametrize("shape", ATTENTIONS)

@@ -118,7 +118,17 @@ ATTENTION = (
           "    b.top[part * ROWS + row] = top;\n    __syncthreads();", "    b.top[part * ROWS + row] = top;", "sm20:attention"),
     Fault("softmax without its maximum", f"{_SM20}attention.cu", "f32_exp(*x - top)", "f32_exp(*x)", "sm20:attention_long"),
     Fault("sums of earlier blocks as they were", f"{_SM20}attention.cu", "c = sees ? f32_exp(b.m[row] - top) : 1.0f;",
-          "c = 1.0f;", "sm20:attention_long"),
+          "c = 1.0f;", "test:tests/test_long_context.py::test_blocks_err_as_the_whole_matrix_does"),
+    Fault("values of earlier spans left out", f"{_SM20}attention.cu", "joins = closes(b, begin) && begin >= SPAN",
+          "joins = false", "sm20:attention_long"),
+    Fault("weights of earlier spans left out", f"{_SM20}attention.cu", "all = fmaf(b.all[row], g, l);", "all = l;",
+          "sm20:attention_long"),
+    Fault("sums of earlier spans as they were", f"{_SM20}attention.cu", "g = f32_exp(b.before[row] - top);", "g = 1.0f;",
+          "test:tests/test_long_context.py::test_blocks_err_as_the_whole_matrix_does"),
+    Fault("all blocks merged one by one", f"{_SM20}attention.cu", "SPAN = 8 * COLS", "SPAN = 1024 * COLS",
+          "test:tests/test_long_context.py::test_blocks_err_as_the_whole_matrix_does"),
+    Fault("all splits merged one by one", f"{_SM20}token_attention.cu", "AT_ONCE = 256, SPAN = 16", "AT_ONCE = 256, SPAN = 256",
+          "test:tests/test_long_context.py::test_blocks_err_as_the_whole_matrix_does"),
 )
 
 EXPERTS = (

@@ -4,19 +4,23 @@
  * together, so that one tile of keys or values serves them all. Scores are a tile of 64 rows x 128 positions, then
  * come 64 rows x 128 dimensions of the values at a time. The running sums of up to 256 dimensions have no place in
  * registers beside those of the scores; they wait in o, in device memory, between blocks of positions, and a
- * thread meets there what it left itself.
+ * thread meets there what it left itself. What a span of SPAN positions has added joins `total` when the span is
+ * over: sums of ten thousand weights lose less to rounding in a few long steps than in many short ones.
  */
 #include "attention_tile.cuh"
 
 enum { PARTS = THREADS / ROWS, PART = COLS / PARTS }; /* threads that share a row in the softmax, and their positions */
+enum { SPAN = 8 * COLS };
 
 /* A thread block's shared memory. */
 struct attention_shared {
     float *score;     /* [COLS, SCORE_LD] s, then p; before them two slices of their operands */
     float *value;     /* two slices of values */
     float *top, *sum; /* [PARTS, ROWS] of a row's parts */
-    float *m, *l;     /* [ROWS] running maximum and sum */
-    float *c, *f;     /* [ROWS] what the sums in o are multiplied by, and then all */
+    float *m, *l;     /* [ROWS] running maximum, and sum of the span */
+    float *before;    /* [ROWS] the maximum when the span began */
+    float *all;       /* [ROWS] sum of the spans that are over */
+    float *c, *g, *f; /* [ROWS] what the sums in o are multiplied by, those in total, and then all */
     unsigned *place;  /* [ROWS] where a row is in q and o, in floats */
     int *seen;        /* [ROWS] how many positions it sees; never fewer than the row before */
     int *rows;        /* [1] how many rows there are; behind them the last one is repeated */
@@ -84,20 +88,50 @@ INLINE void attention_scores(const attention_args &a, const attention_shared &b,
     __syncthreads();
 }
 
+/* Whether the block at `begin` is the last one that a row of this thread block sees. */
+INLINE bool ends(const attention_shared &b, int begin)
+{
+    return b.seen[ROWS - 1] <= begin + COLS;
+}
+
+/* Whether it closes its span. */
+INLINE bool closes(const attention_shared &b, int begin)
+{
+    return begin % SPAN == SPAN - COLS || ends(b, begin);
+}
+
+/* A row's sum over all spans up to this one, and what to multiply their sums in total by: exp(0) = 1 where it sees
+ * nothing of this one. */
+INLINE void merge_span(const attention_shared &b, int row, int begin, float top, float l)
+{
+    float g = 0.0f, all = l;
+    if (begin >= SPAN) {
+        g = f32_exp(b.before[row] - top);
+        all = fmaf(b.all[row], g, l);
+    }
+    b.all[row] = all;
+    b.g[row] = g;
+    b.f[row] = ends(b, begin) ? 1.0f / all : 1.0f;
+}
+
 /* A row's running maximum and sum, and what to multiply by. A row that sees nothing of this block keeps all it
  * has. */
-INLINE void merge_row(const attention_shared &b, int row, bool begins, bool sees, bool ends, float top)
+INLINE void merge_row(const attention_shared &b, int row, int begin, bool sees, float top)
 {
     const float *sum = b.sum + row;
     float total = (sum[0] + sum[ROWS]) + (sum[2 * ROWS] + sum[3 * ROWS]), c = 0.0f, l = total;
-    if (!begins) {
+    if (begin % SPAN == 0) {
+        b.before[row] = b.m[row];
+    } else {
         c = sees ? f32_exp(b.m[row] - top) : 1.0f;
         l = sees ? fmaf(b.l[row], c, total) : b.l[row];
     }
     b.m[row] = top;
     b.l[row] = l;
     b.c[row] = c;
-    b.f[row] = ends ? 1.0f / l : 1.0f;
+    b.f[row] = 1.0f;
+    if (closes(b, begin))
+        merge_span(b, row, begin, top, l);
 }
 
 /* From scores to exp(s - m') for the positions that a row sees. */
@@ -121,7 +155,7 @@ INLINE void attention_softmax(const attention_shared &b, int begin)
     b.sum[part * ROWS + row] = sum;
     __syncthreads();
     if (part == 0)
-        merge_row(b, row, begin == 0, visible > 0, b.seen[ROWS - 1] <= begin + COLS, top);
+        merge_row(b, row, begin, visible > 0, top);
 }
 
 /* acc = the sums over positions that every row sees; leaves the slice behind them in the first buffer. */
@@ -187,12 +221,14 @@ INLINE void ragged_values(float (&acc)[TM][TN], const attention_args &a, const a
     }
 }
 
-/* o = (o * c + acc) * f from dimension `dim` on. */
+/* o = (o * c + acc) * f from dimension `dim` on; where a span closes, what it has goes with total into total, or in
+ * the end into o. */
 INLINE void store_values(const float (&acc)[TM][TN], const attention_args &a, const attention_shared &b, int begin,
                          int dim)
 {
     unsigned t = thread_index();
     int first = thread_row(t);
+    bool goes_on = begin % SPAN != 0, joins = closes(b, begin) && begin >= SPAN, is_open = closes(b, begin) && !ends(b, begin);
     dim += thread_col(t);
 #pragma unroll
     for (int i = 0; i < TM; i++) {
@@ -200,12 +236,16 @@ INLINE void store_values(const float (&acc)[TM][TN], const attention_args &a, co
         if (row >= *b.rows)
             continue;
         float c = b.c[row], f = b.f[row];
-        float *o = a.o + (b.place[row] + dim);
+        unsigned place = b.place[row] + dim;
 #pragma unroll
         for (int j = 0; j < TN; j += 2)
             if (dim + col_step(j) < a.head_dim) {
-                float2 *to = (float2 *)(o + col_step(j)), old = begin > 0 ? *to : make_float2(0.0f, 0.0f);
-                *to = make_float2(fmaf(old.x, c, acc[i][j]) * f, fmaf(old.y, c, acc[i][j + 1]) * f);
+                float2 *o = (float2 *)(a.o + (place + col_step(j))), *total = (float2 *)(a.total + (place + col_step(j)));
+                float2 sum = goes_on ? *o : make_float2(0.0f, 0.0f);
+                sum = make_float2(fmaf(sum.x, c, acc[i][j]), fmaf(sum.y, c, acc[i][j + 1]));
+                if (joins)
+                    sum = make_float2(fmaf(total->x, b.g[row], sum.x), fmaf(total->y, b.g[row], sum.y));
+                *(is_open ? total : o) = make_float2(sum.x * f, sum.y * f);
             }
     }
 }
@@ -214,10 +254,10 @@ INLINE void store_values(const float (&acc)[TM][TN], const attention_args &a, co
 extern "C" __global__ __launch_bounds__(THREADS) void attention(attention_args a)
 {
     __shared__ float4 score[COLS * SCORE_LD / 4], value[2 * VALUE_SLICE / 4];
-    __shared__ float top[PARTS * ROWS], sum[PARTS * ROWS], m[ROWS], l[ROWS], c[ROWS], f[ROWS];
+    __shared__ float top[PARTS * ROWS], sum[PARTS * ROWS], m[ROWS], l[ROWS], before[ROWS], all[ROWS], c[ROWS], g[ROWS], f[ROWS];
     __shared__ unsigned place[ROWS], cache;
     __shared__ int seen[ROWS], rows;
-    attention_shared b = {(float *)score, (float *)value, top, sum, m, l, c, f, place, seen, &rows, &cache};
+    attention_shared b = {(float *)score, (float *)value, top, sum, m, l, before, all, c, g, f, place, seen, &rows, &cache};
     int group = (int)(a.heads / a.kv_heads), t = (int)threadIdx.x;
     int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, exist = min_of((int)a.tokens * group - first, (int)ROWS);
     if (t < ROWS) {

@@ -125,15 +125,18 @@ ENTRY(kv_append, kv_append, kv_append_args)
  *   s = (chain fmaf(q[d], k[d], s), d rising from +0.0) * scale;  m' = max(m, max s);  c = exp(m - m');
  *   p = exp(s - m');  l = fmaf(l, c, (r0 + r1) + (r2 + r3)), r_i the sum of p over the block's positions 32 i ..
  *   32 i + 31 in order from +0.0;  o = fmaf(o, c, chain fmaf(p, v, acc)), positions rising from +0.0;
- * the first block has c = 0 and o = 0; in the end o = o * (1 / l). Only positions that a token sees are terms of its
- * sums, and nothing beyond the last one, start + tokens - 1, is read. So a row's bits depend neither on the tokens that
- * run with it nor on where a prompt is cut. o holds the running sums and overlaps no input.
+ * the first block of each span of 1024 absolute positions has c = 0 and o = 0. Behind a span, with g = exp(m before it -
+ * m), and g = 0 behind the first: L = fmaf(L, g, l), total = fmaf(total, g, o); in the end o = total * (1 / L). Only
+ * positions that a token sees are terms of its sums, and nothing beyond the last one, start + tokens - 1, is read. So a
+ * row's bits depend neither on the tokens that run with it nor on where a prompt is cut. o and total hold running sums
+ * and overlap neither each other nor an input.
  * Grid (ceil(tokens * heads / kv_heads / 64), kv_heads), block 256. head_dim is a multiple of 32, tensors are aligned
  * to 16 bytes and each smaller than 4 GiB. */
 typedef struct {
     const float *q;                 /* [tokens, heads, head_dim] */
     const float *k_cache, *v_cache; /* [kv_heads, capacity, head_dim] */
     float *o;                       /* [tokens, heads, head_dim] */
+    float *total;                   /* the same; NULL where start + tokens <= 1024 */
     int64_t start, tokens;
     int64_t heads, kv_heads, head_dim, capacity;
     float scale;
@@ -410,8 +413,9 @@ ENTRY(gdn_token, gdn_token, gdn_token_args)
  *                            m = max s, l = sum exp(s - m), o = sum exp(s - m) v; s = scale * (8 chains of fmaf over
  *                            quads c, c + 8, .. of the dimensions, added in order); l: 8 sums of positions p, p + 8, ..
  *                            added in order; o one chain over positions. Splits behind the position do nothing
- *   token_attention_merge    grid (heads), block 256: with M = max m over the splits, c = exp(m - M): o and l are chains
- *                            fmaf(c, ., acc) over the splits in order; y = o * (1 / l) * sigmoid(gate)
+ *   token_attention_merge    grid (heads), block 256: with M = max m over the splits, c = exp(m - M): o and l are sums,
+ *                            in order, of chains fmaf(c, ., acc) over 16 splits each, in order from +0.0;
+ *                            y = o * (1 / l) * sigmoid(gate)
  * head_dim is a multiple of 32 up to 256; tensors aligned to 16 bytes; splits >= position / 64 + 1. */
 typedef struct {
     const float *query_gate;      /* [heads, 2 head_dim]: a head's query, its gate */

@@ -1,6 +1,6 @@
 #include "rows.cuh"
 
-enum { BLOCK = 256, SPLIT = 64, HEADS = 4, CHAINS = 8, DIMS = 256, AT_ONCE = 256 };
+enum { BLOCK = 256, SPLIT = 64, HEADS = 4, CHAINS = 8, DIMS = 256, AT_ONCE = 256, SPAN = 16 };
 
 /* A row of n floats normalised into `row`, by all threads; then its leading pairs turned. */
 INLINE void prepare_row(const token_attention_args &a, const float *x, const float *w, float *row, float *sums)
@@ -154,10 +154,17 @@ extern "C" __global__ __launch_bounds__(BLOCK) void token_attention_merge(token_
         }
         __syncthreads();
         const float *from = a.part_o + ((int64_t)first * a.heads + head) * n + (t < n ? t : 0);
+#pragma unroll 1
+        for (int span = 0; span < count; span += SPAN) {
+            int end = min_of(span + SPAN, count);
+            float span_l = 0.0f, span_o = 0.0f;
 #pragma unroll 8
-        for (int s = 0; s < count; s++) {
-            l = fmaf(c[s], ls[s], l);
-            o = fmaf(c[s], from[(int64_t)s * a.heads * n], o);
+            for (int s = span; s < end; s++) {
+                span_l = fmaf(c[s], ls[s], span_l);
+                span_o = fmaf(c[s], from[(int64_t)s * a.heads * n], span_o);
+            }
+            l += span_l;
+            o += span_o;
         }
     }
     if (t < n)

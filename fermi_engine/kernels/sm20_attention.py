@@ -19,7 +19,7 @@ from fermi_engine.kernels.gpu import Device, Stream, Work
 BLOCK = 256  # threads of every kernel here but expert_rows
 MAX_GRID = 65535
 TILE_ROWS = 64  # (token, query head) pairs of a thread block of attention
-POSITION_BLOCK = 128  # absolute positions that attention takes together
+POSITION_BLOCK, SPAN = 128, 1024  # absolute positions that attention takes together, and whose sums it adds to the others
 HEAD_DIM_STEP = 32
 PAIRS = 512  # (token, slot) pairs of a thread block of expert_rows, its threads, and the most experts
 MAX_EXPERTS, MAX_CHOSEN = 1024, 32  # of router_topk
@@ -92,10 +92,12 @@ class AttentionKernels:
                 "format": KV_FORMATS.index(format)}
         self._walk("kv_append", key.size, args, 4.0 * key.nbytes)
 
-    def attention(self, q: DeviceArray, cache: DeviceCache, start: int, scale: float, out: DeviceArray) -> None:
+    def attention(self, q: DeviceArray, cache: DeviceCache, start: int, scale: float, out: DeviceArray,
+                  total: DeviceArray | None = None) -> None:
         """Causal attention of q [T, HQ, D] at absolute positions start, start + 1, ... over the cache -> out like q.
 
-        The cache already holds the keys and values of these tokens. D is a multiple of 32.
+        The cache already holds the keys and values of these tokens. D is a multiple of 32. total: like q, for sums on the way;
+        needed beyond SPAN positions.
         """
         tokens, heads, head_dim = q.shape
         kv_heads = cache.k.shape[0]
@@ -104,9 +106,14 @@ class AttentionKernels:
         if heads % kv_heads or head_dim % HEAD_DIM_STEP or q.nbytes >= 2**32:
             raise ValueError(f"attention: queries {q.shape} over {kv_heads} key heads; head sizes are multiples of "
                              f"{HEAD_DIM_STEP}, queries below 4 GiB")
+        if total is None and start + tokens > SPAN:
+            raise ValueError(f"attention: {start + tokens} positions, more than {SPAN}, need an array for sums on the way")
+        if total is not None:
+            _same("attention: queries and sums", q.shape, total.shape)
         if not tokens:
             return
-        args = {"q": _at(q), "k_cache": _at(cache.k), "v_cache": _at(cache.v), "o": _at(out), "start": start,
+        args = {"q": _at(q), "k_cache": _at(cache.k), "v_cache": _at(cache.v), "o": _at(out),
+                "total": 0 if total is None else _at(total), "start": start,
                 "tokens": tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim,
                 "capacity": cache.capacity, "scale": scale}
         tiles = -(-tokens * (heads // kv_heads) // TILE_ROWS)

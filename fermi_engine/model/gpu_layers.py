@@ -225,7 +225,8 @@ class BlockOnDevice:
         for name in ("query", "key"):
             k.rope(self[name], self["cos"], self["sin"])
         self._a.kv_append(cache, self.start, self["key"], self["value"], self.kv_format)
-        self._a.attention(self["query"], cache, self.start, 1.0 / math.sqrt(dim), self["attention"])
+        self._a.attention(self["query"], cache, self.start, 1.0 / math.sqrt(dim), self["attention"],
+                          self["gated"])
         k.sigmoid_mul(_heads(self["attention"]), query_gate, dim, _heads(self["gated"]))
         k.gemm(self["gated"].reshape(tokens, heads * dim), w["o_proj"], self["branch"])
 

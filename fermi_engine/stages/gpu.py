@@ -200,7 +200,8 @@ def attention(run: DeviceRun, a: Arrays) -> Arrays:
     cache = _cache(run, [np.pad(x, ((0, 0), (0, 3), (0, 0)), constant_values=np.nan) for x in rows])
     q = run.put(_padded(a["q"], HEAD_DIM_STEP), aligned=True)
     out = run.empty(*q.shape, aligned=True)
-    run.tokens.attention(q, cache, length - tokens, float(a["scale"]), out)
+    total = run.empty(*q.shape, aligned=True)
+    run.tokens.attention(q, cache, length - tokens, float(a["scale"]), out, total)
     return {"f32": run.get(out)[..., :head_dim].copy()}
 
 

@@ -77,7 +77,7 @@ class Prompt:
 
     def __init__(self, bench: Bench, tokens: int) -> None:
         self.bench, self.tokens = bench, tokens
-        self.q, self.out = (bench.floats(tokens, HEADS, HEAD_DIM) for _ in range(2))
+        self.q, self.out, self.total = (bench.floats(tokens, HEADS, HEAD_DIM) for _ in range(3))
         self.key, self.value = (bench.floats(tokens, KV_HEADS, HEAD_DIM) for _ in range(2))
         self.cache = DeviceCache(*(bench.floats(KV_HEADS, tokens, HEAD_DIM) for _ in range(2)))
         self.append()
@@ -89,10 +89,11 @@ class Prompt:
         """Token block by token block."""
         for first in range(0, self.tokens, block):
             count = min(block, self.tokens - first)
-            self.bench.ops.attention(self.q.rows(first, count), self.cache, first, SCALE, self.out.rows(first, count))
+            self.bench.ops.attention(self.q.rows(first, count), self.cache, first, SCALE, self.out.rows(first, count),
+                                     self.total.rows(first, count))
 
     def free(self) -> None:
-        self.bench.free(self.q, self.out, self.key, self.value, self.cache.k, self.cache.v)
+        self.bench.free(self.q, self.out, self.total, self.key, self.value, self.cache.k, self.cache.v)
 
 
 def error(bench: Bench, prompt: Prompt, rows: int = 16) -> float:

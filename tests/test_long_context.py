@@ -1,0 +1,48 @@
+"""Long prompts on the GPU: attention by blocks against the whole matrix, and codes hidden in a context: tools/long_context.py."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from fermi_engine import EngineConfig
+from tests.conftest import SOAK
+from tests.devices import on_devices
+from tools import long_context
+from tools.long_context import FULL, KINDS, LENGTHS, SMALL, errors, needles
+from tools.tiny_accuracy import ROOT
+from tools.tiny_tasks import DEPTHS
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    on_devices(metafunc, "backend", ("emulated",))
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_blocks_err_as_the_whole_matrix_does(backend: str, length: int) -> None:
+    found = errors(backend, [length], FULL if backend == "cuda" else SMALL)
+    assert [error.kernel for error in found] == ["prefill", "token"] * len(KINDS)
+    assert [error.line() for error in found if not error.passed] == []
+
+
+def test_an_error_over_twice_that_of_the_whole_matrix_fails() -> None:
+    error = long_context.Error("prefill", 1000, "flat", 2e-7, 1e-7)
+    assert error.passed
+    assert not dataclasses.replace(error, found=2.1e-7).passed
+
+
+def test_codes_are_found_through_the_gpu_where_the_cpu_finds_them(backend: str) -> None:
+    """At every depth. Whether the CPU finds them is test_tiny.py's business."""
+    long = backend == "cuda" or SOAK
+    ways = {"gpu": EngineConfig(prefill="gpu", device=backend), "cpu": EngineConfig()}
+    found = needles(ROOT / "golden" / "tiny", 10000 if backend == "cuda" else 2000 if long else 400, 1, ways)
+    assert found["gpu"].shape == (1, len(DEPTHS))
+    assert np.all(found["gpu"] >= found["cpu"])
+    assert found["cpu"].any()
