@@ -15,7 +15,7 @@ from tools import greedy_images
 from tools.greedy_images import MODELS, PROMPTS, STEPS, Truth, compare, gpu_engine, made
 from tools.hybrid_greedy import SHARE
 
-FEW = {"prompts": 6, "steps": 6, "draws": 3}
+FEW = {"prompts": 3, "steps": 6, "draws": 3}
 _packs: dict[str, Path] = {}
 
 

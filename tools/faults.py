@@ -8,6 +8,7 @@ A guard "test:FILE::NAME" is one test, which must fail. The list grows with each
 from __future__ import annotations
 
 from tools.faults_avx2 import AVX2
+from tools.faults_gpu_images import GPU_IMAGES
 from tools.faults_gpu_prefill import GPU_PREFILL
 from tools.faults_kernels import KERNELS, Fault
 from tools.faults_quality import QUALITY
@@ -313,4 +314,4 @@ MODEL_SENSE = (
 )
 
 FAULTS = KERNELS + AVX2 + SM20 + MODEL + GPU_PREFILL + RESIDENT + SNAPSHOTS + SNAPSHOT_DISK + FILES + TEXT + VISION + MODEL_SENSE
-FAULTS += QUALITY
+FAULTS += QUALITY + GPU_IMAGES

@@ -34,6 +34,7 @@ from fermi_engine import chat
 from fermi_engine.config import EngineConfig
 from fermi_engine.convert import convert
 from fermi_engine.engine import Engine
+from fermi_engine.pack import Pack
 from fermi_engine.vision.patches import PreparedImage
 from tools import oracle
 from tools.hybrid_greedy import SHARE, divergence
@@ -119,8 +120,8 @@ def truth(pack: Path, steps: int, draws: int, index: int) -> Truth:
     torch.set_num_threads(1)
     engine = _oracle(pack)
     one = asked(engine, index)
-    logits, tokens = Both(engine, torch.float64).greedy(one, steps)
-    return Truth(logits, tokens, [Both(engine, torch.float32, seed).follow(one, tokens) for seed in (None, *range(draws))])
+    logits, tokens = Both(engine.pack, torch.float64).greedy(one, steps)
+    return Truth(logits, tokens, [Both(engine.pack, torch.float32, seed).follow(one, tokens) for seed in (None, *range(draws))])
 
 
 def _oracle(pack: Path) -> Engine:
@@ -130,28 +131,28 @@ def _oracle(pack: Path) -> Engine:
 class Both:
     """The reference's text model and tower."""
 
-    def __init__(self, engine: Engine, dtype: torch.dtype, seed: int | None = None) -> None:
+    def __init__(self, pack: Pack, dtype: torch.dtype, seed: int | None = None) -> None:
         """seed: move every layer's input by one unit in the last place."""
-        self.text, self.tower = oracle.decoder(engine.pack, "f32", dtype), oracle.Tower(engine.pack, dtype)
+        self.text, self.tower = oracle.decoder(pack, "f32", dtype), oracle.Tower(pack, dtype)
         if seed is not None:
             generator, name = np.random.default_rng(seed), "block" if self.tower.is_qwen else "layer"
             self.text.forward_layer = _moved(self.text.forward_layer, generator)
             setattr(self.tower.model, name, _moved(getattr(self.tower.model, name), generator))
 
-    def _read(self, one: Asked, more: Sequence[int] = ()) -> tuple[torch.Tensor, Any, int]:
-        """Logits of every token of the prompt and `more`, the state, and the position of the token that follows."""
-        text, tower, ids = self.text, self.tower, [*one.ids, *more]
-        positions, following = tower.positions(ids, [image.grids[0] for image in one.images])
+    def read(self, ids: Sequence[int], images: Sequence[PreparedImage]) -> tuple[torch.Tensor, Any, int]:
+        """Logits of every token, the state, and the position of the token that follows."""
+        text, tower = self.text, self.tower
+        positions, following = tower.positions(ids, [image.grids[0] for image in images])
         x = text.embed(torch.tensor(ids))
-        if one.images:
-            rows = torch.cat([tower.rows(image.patches, image.grids) for image in one.images])
+        if images:
+            rows = torch.cat([tower.rows(image.patches, image.grids) for image in images])
             x[torch.tensor(ids) == tower.config.image_token_id] = rows
-        return *text.forward(ids, None, positions, embedded=x), following
+        return *text.forward(list(ids), None, positions, embedded=x), following
 
     def greedy(self, one: Asked, steps: int) -> tuple[np.ndarray, list[int]]:
         """Logits [steps, vocab] and the likeliest tokens."""
         with torch.no_grad():
-            logits, state, following = self._read(one)
+            logits, state, following = self.read(*one)
             rows = [logits[-1]]
             tokens = [int(rows[-1].argmax())]
             while len(tokens) < steps:
@@ -164,7 +165,7 @@ class Both:
     def follow(self, one: Asked, tokens: Sequence[int]) -> np.ndarray:
         """Logits [steps, vocab] that choose each of `tokens`."""
         with torch.no_grad():
-            return self._read(one, tokens[:-1])[0][len(one.ids) - 1 :].numpy()
+            return self.read([*one.ids, *tokens[:-1]], one.images)[0][len(one.ids) - 1 :].numpy()
 
 
 def _moved(forward: Callable[..., Any], generator: np.random.Generator) -> Callable[..., Any]:
