@@ -46,9 +46,10 @@ def engine(pack: Path, path: str = "cpu", **options: Any) -> Engine:
 
 
 def shaken(pack: Path, seed: int) -> Engine:
-    """On the CPU, each layer's input moved by one unit in the last place."""
+    """On the CPU, the input of each layer of text model and tower moved by one unit in the last place."""
     found = engine(pack)
     nudge(found.decoder, seed)
+    nudge(found.vision.tower, seed)
     return found
 
 

@@ -272,6 +272,7 @@ def test_logits_of_every_token_with_images(seeing):
 def test_hybrid_logits_of_every_token_with_images(seeing):
     """Which the CPU computes, behind a prefill of the GPU's."""
     seen, cpu = engine(seeing["moe"], "hybrid"), engine(seeing["moe"])
+    cpu.vision.encode = seen.vision.encode
     one, session = prompt(seen, pictures(1)), seen.session()
     rows = session.logits(one.ids, images=one.images)
     assert np.array_equal(rows, cpu.session().logits(one.ids, images=one.images))

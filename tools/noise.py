@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fermi_engine.model.decoder import Decoder
+from fermi_engine.model.vision_minicpm import MiniCpmVision
+from fermi_engine.model.vision_qwen import QwenVision
+
+Model = TypeVar("Model", Decoder, QwenVision, MiniCpmVision)
 
 
 def one_ulp(x: np.ndarray, generator: np.random.Generator) -> np.ndarray:
@@ -17,8 +21,8 @@ def one_ulp(x: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     return np.where(step == 0, x, moved).astype(np.float32)
 
 
-def nudge(decoder: Decoder, seed: int) -> Decoder:
-    """`decoder` itself, from here on with the input of every layer moved so: for one that is nobody else's."""
+def nudge(model: Model, seed: int) -> Model:
+    """`model` itself, a decoder or tower, from here on with the input of every layer moved so: for one that is nobody else's."""
     generator = np.random.default_rng(seed)
 
     def nudged(forward: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
@@ -26,6 +30,6 @@ def nudge(decoder: Decoder, seed: int) -> Decoder:
             return forward(k, one_ulp(x, generator), *rest)
         return call
 
-    for layer in decoder.layers:
+    for layer in model.blocks if isinstance(model, QwenVision) else model.layers:
         layer.forward = nudged(layer.forward)
-    return decoder
+    return model
