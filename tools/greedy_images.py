@@ -19,7 +19,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -190,14 +190,9 @@ def gpu_engine(pack: Path, backend: str, gemm: str = "own") -> Engine:
 
 
 def compare(pack: Path, gpu: Engine, prompts: int = PROMPTS, steps: int = STEPS, draws: int = DRAWS,
-            processes: int = 1) -> Report:
-    """The engine `gpu` over `pack`, and the CPU's, against the reference."""
-    work = partial(truth, pack, steps, draws)
-    if processes == 1:
-        right = [work(index) for index in range(prompts)]
-    else:
-        with multiprocessing.get_context("spawn").Pool(processes) as pool:
-            right = pool.map(work, range(prompts), chunksize=1)
+            apply: Callable[..., Iterable[Truth]] = map) -> Report:
+    """The engine `gpu` over `pack`, and the CPU's, against the reference. apply: `map`, or a pool's."""
+    right = list(apply(partial(truth, pack, steps, draws), range(prompts)))
     cpu = _oracle(pack)
     given = [asked(cpu, index) for index in range(prompts)]
     engines = {"GPU": gpu, "CPU engine": cpu}
@@ -240,17 +235,17 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    args = parser.parse_args()
-    failed = 0
-    for model in args.model or MODELS:
-        start = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            pack = made(model, Path(folder))
-            engine = gpu_engine(pack, args.backend, args.gemm)
-            report = compare(pack, engine, args.prompts, args.steps, processes=args.processes)
-        failed += not report.passed
-        print(f"{model}: {'passed' if report.passed else 'FAILED'}, {time.perf_counter() - start:.0f} s", *report.lines(),
-              sep="\n  ", flush=True)
+    args, failed = parser.parse_args(), 0
+    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+        for model in args.model or MODELS:
+            start = time.perf_counter()
+            with tempfile.TemporaryDirectory() as folder:
+                pack = made(model, Path(folder))
+                engine = gpu_engine(pack, args.backend, args.gemm)
+                report = compare(pack, engine, args.prompts, args.steps, apply=partial(pool.map, chunksize=1))
+            failed += not report.passed
+            print(f"{model}: {'passed' if report.passed else 'FAILED'}, {time.perf_counter() - start:.0f} s", *report.lines(),
+                  sep="\n  ", flush=True)
     return 1 if failed else 0
 
 
