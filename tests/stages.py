@@ -20,7 +20,7 @@ from tests.model_stages import MODEL_ORACLES
 from tests.oracle import Oracle, Reference
 from tests.strategies import EDGES, edges, few, gaps, lengths
 from tests.token_stages import TOKEN_ORACLES
-from tests.vision_stages import KERNEL_ORACLES, VISION_ORACLES
+from tests.vision_stages import GPU_KERNEL_ORACLES, KERNEL_ORACLES, VISION_ORACLES
 
 
 def _maps(function: Callable[[Tensor], Tensor], reach: float) -> Oracle:
@@ -165,6 +165,7 @@ ORACLES: dict[str, Oracle] = {
     "group_mean": KERNEL_ORACLES["group_mean"],
     **GPU_ORACLES,
     **TOKEN_ORACLES,
+    **GPU_KERNEL_ORACLES,
     **MODEL_ORACLES,
     **VISION_ORACLES,
 }

@@ -44,7 +44,7 @@ TIERS = (
     ("quality.evaluate", "compression.calibration"),
     ("stages.cpu", "stages.gpu_runs"),
     ("stages.limits", "stages.gpu"),
-    ("stages.products", "stages.token"),
+    ("stages.products", "stages.token", "stages.vision"),
     ("doctor", "info", "stages.table", "against", "conversation"),
     ("verify", "cli.files", "cli.generate"),
     ("cli.evaluate", "compression.calibrate", "compression.reap"),

@@ -64,6 +64,33 @@ def window_operands(d: Draws, windows: int, window: int, heads: int, head_dim: i
             "scale": scalar(1 / math.sqrt(head_dim))}
 
 
+def view_operands(d: Draws, lengths: tuple[int, ...], heads: int, head_dim: int, edge: str) -> Arrays:
+    """Views end to end."""
+    rows = window_operands(d, 1, sum(lengths), heads, head_dim, edge)
+    del rows["window"]
+    return {**rows, "lengths": np.array(lengths, np.int64)}
+
+
+def residual_rows(d: Draws, rows: int, n: int, edge: str) -> Arrays:
+    return {"x": d.signed_edge(edge, rows, n), "y": d.normal(rows, n), "b": d.normal(n)}
+
+
+def rope_rows(d: Draws, tokens: int, heads: int, half: int, edge: str) -> Arrays:
+    angles = d.uniform(-3, 3, tokens, half).astype(np.float64)
+    cos, sin = (f(angles).astype(np.float32) for f in (_cosine, _sine))
+    width = 3 * heads * 2 * half
+    return {"x": d.signed_edge(edge, tokens, width), "b": d.normal(width), "cos": cos, "sin": sin}
+
+
+def position_operands(d: Draws, tokens: int, n: int, table: int, taps: int, edge: str) -> Arrays:
+    return {"x": d.signed_edge(edge, tokens, n), "b": d.normal(n), "table": d.normal(table, n),
+            "rows": d.integers(0, table, tokens, taps).astype(np.int32), "weights": d.uniform(0, 1, tokens, taps)}
+
+
+def group_residuals(d: Draws, rows: int, group: int, n: int, edge: str) -> Arrays:
+    return {**groups(d, rows, group, n, edge), "y": d.normal(rows, n), "b": d.normal(n)}
+
+
 def bias_rows(d: Draws, rows: int, n: int, edge: str) -> Arrays:
     return {"x": d.signed_edge(edge, rows, n), "b": d.normal(n)}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fermi_engine.compare import Arrays
 from fermi_engine.stages.vision_runs import VISION
-from reference import resize, vision, vision_minicpm, vision_qwen
+from reference import resize, rope, vision, vision_minicpm, vision_qwen
 from tests import vision_inputs as draw
 from tests.model_stages import decided, decoder_of
 from tests.oracle import Oracle, Tensors, floats
@@ -63,6 +63,36 @@ def _group_mean(a: Tensors, dtype: torch.dtype) -> Tensors:
 
 def _group_bound(a: Tensors) -> Arrays:
     return {"y": a["x"].double().abs().unflatten(0, (-1, int(a["group"]))).mean(1).numpy()}
+
+
+def _view_attention(a: Tensors, dtype: torch.dtype) -> Tensors:
+    return {"o": vision.attend_each(*floats(a, dtype, "q", "k", "v"), a["lengths"].tolist())}
+
+
+def _gelu_bias(a: Tensors, dtype: torch.dtype) -> Tensors:
+    x = a["x"].to(dtype) + a["b"].to(dtype)
+    return {"gelu_tanh": vision.gelu_tanh(x), "gelu_erf": vision.gelu_erf(x)}
+
+
+def _bias_residual(a: Tensors, dtype: torch.dtype) -> Tensors:
+    return {"x": a["x"] + (a["y"] + a["b"])}  # float32 in the truth, too
+
+
+def _bias_rope(a: Tensors, dtype: torch.dtype) -> Tensors:
+    x, b, cos, sin = floats(a, dtype, "x", "b", "cos", "sin")
+    q, k, v = (x + b).unflatten(1, (3, -1, 2 * cos.shape[1])).unbind(1)
+    return {"x": torch.stack([rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v], 1).flatten(1)}
+
+
+def _add_positions(a: Tensors, dtype: torch.dtype) -> Tensors:
+    x, b, table, weights = floats(a, dtype, "x", "b", "table", "weights")
+    read = (table[a["rows"].long()] * weights[..., None]).sum(1)
+    return {"weighted": x + b + read, "plain": (a["x"] + a["b"]) + a["table"][a["rows"][:, 0].long()]}
+
+
+def _mean_residual(a: Tensors, dtype: torch.dtype) -> Tensors:
+    x, y, b = floats(a, dtype, "x", "y", "b")
+    return {"y": y + b + x.unflatten(0, (-1, int(a["group"]))).mean(1)}
 
 
 # Images
@@ -169,6 +199,33 @@ KERNEL_ORACLES: dict[str, Oracle] = {
     "group_mean": Oracle(
         draw.groups, {"rows": few, "group": st.integers(1, 5), "n": lengths, "edge": edges},
         {"rows": 5, "group": 4, "n": 53, "edge": "outlier"}, _group_mean, _group_bound),
+}
+
+_few_views = st.sampled_from(((1,), (4, 4), (5, 130, 1), (64, 65), (300,), (63, 129, 200)))
+
+GPU_KERNEL_ORACLES: dict[str, Oracle] = {
+    "gelu_bias": Oracle(
+        draw.bias_rows, {"rows": few, "n": lengths, "edge": edges}, {"rows": 5, "n": 53, "edge": "plain"}, _gelu_bias),
+    "add_bias_residual": Oracle(
+        draw.residual_rows, {"rows": few, "n": lengths, "edge": edges}, {"rows": 5, "n": 53, "edge": "outlier"}, _bias_residual),
+    "add_bias_rope": Oracle(
+        draw.rope_rows, {"tokens": few, "heads": st.integers(1, 4), "half": st.integers(1, 40), "edge": edges},
+        {"tokens": 5, "heads": 3, "half": 9, "edge": "plain"}, _bias_rope),
+    "add_positions": Oracle(
+        draw.position_operands, {"tokens": few, "n": lengths, "table": st.integers(1, 30), "taps": st.integers(1, 5),
+                                 "edge": edges},
+        {"tokens": 9, "n": 53, "table": 11, "taps": 4, "edge": "plain"}, _add_positions),
+    "mean_residual": Oracle(
+        draw.group_residuals, {"rows": few, "group": st.integers(1, 5), "n": lengths, "edge": edges},
+        {"rows": 5, "group": 4, "n": 53, "edge": "plain"}, _mean_residual),
+    "view_attention": Oracle(
+        draw.view_operands, {"lengths": _few_views, "heads": st.integers(1, 3), "edge": st.sampled_from(("sharp", *EDGES)),
+                             "head_dim": st.sampled_from((4, 8, 64, 72, 80, 144))},
+        {"lengths": (5, 140, 64), "heads": 1, "head_dim": 80, "edge": "plain"}, _view_attention),
+    "window_attention": Oracle(
+        draw.window_operands, {"windows": st.integers(1, 20), "window": st.just(4), "heads": st.sampled_from((1, 3, 8, 9, 16)),
+                               "head_dim": st.sampled_from((4, 8, 24, 64, 72, 144)), "edge": st.sampled_from(("sharp", *EDGES))},
+        {"windows": 3, "window": 4, "heads": 9, "head_dim": 72, "edge": "plain"}, _full_attention),
 }
 
 VISION_ORACLES: dict[str, Oracle] = {

@@ -62,12 +62,12 @@ INLINE void attention_scores(const attention_args &a, const attention_shared &b,
     score_operands next;
     unsigned key_row = *b.cache + begin + min_of((int)t / 2, block_count(b, begin) - 1);
     next.begin(t, b.place[t / 4], key_row, (unsigned)a.head_dim);
-    next.fetch<0>(a);
+    next.fetch<0>(a.q, a.k_cache);
     next.stash(to_query, to_key);
     product_clear(acc);
     __syncthreads();
     for (int left = (int)a.head_dim / (2 * DEPTH);;) {
-        next.fetch<DEPTH>(a);
+        next.fetch<DEPTH>(a.q, a.k_cache);
         if (works)
             product_steps<QUERY_LD, KEY_LD>(acc, x, w);
         next.stash(to_query + SCORE_SLICE, to_key + SCORE_SLICE);
@@ -75,7 +75,7 @@ INLINE void attention_scores(const attention_args &a, const attention_shared &b,
         __syncthreads();
         left--;
         if (left > 0)
-            next.fetch<0>(a);
+            next.fetch<0>(a.q, a.k_cache);
         if (works)
             product_steps<QUERY_LD, KEY_LD>(acc, x + SCORE_SLICE, w + SCORE_SLICE);
         if (left == 0)

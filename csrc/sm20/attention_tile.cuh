@@ -20,17 +20,17 @@ struct score_operands {
     float2 q;
     float4 k;
 
-    /* query_row: where the thread's query is, in floats; its key is row `key_row` of the cache. */
-    __device__ __forceinline__ void begin(unsigned t, unsigned query_row, unsigned key_row, unsigned head_dim)
+    /* query_row: where the thread's query is, in floats; its key is row `key_row` of `stride` floats. */
+    __device__ __forceinline__ void begin(unsigned t, unsigned query_row, unsigned key_row, unsigned stride)
     {
         query = (query_row + t % 4 * 2) * 4;
-        key = (key_row * head_dim + t % 2 * 4) * 4;
+        key = (key_row * stride + t % 2 * 4) * 4;
     }
 
-    template <int DIM> __device__ __forceinline__ void fetch(const attention_args &a)
+    template <int DIM> __device__ __forceinline__ void fetch(const float *queries, const float *keys)
     {
-        q = load2(a.q, query + DIM * 4);
-        k = load4(a.k_cache, key + DIM * 4);
+        q = load2(queries, query + DIM * 4);
+        k = load4(keys, key + DIM * 4);
     }
 
     __device__ __forceinline__ void next(int dims)

@@ -11,7 +11,8 @@
  *   reread_thread, reread_block_x, reread_block_y: threadIdx.x, blockIdx.x and .y read anew; what is made of them behind a
  *   loop takes no registers in it;
  *   DYNAMIC_SHARED(type, name): the launch's dynamic shared memory, aligned to 16 bytes;
- *   math.cuh: f32_exp, f32_log1p, f32_tanh, f32_sin, f32_cos, f32_sigmoid, f32_silu, f32_softplus, f32_rsqrt;
+ *   math.cuh: f32_exp, f32_log1p, f32_tanh, f32_sin, f32_cos, f32_sigmoid, f32_silu, f32_softplus, f32_rsqrt,
+ *   f32_gelu_tanh, f32_gelu_erf;
  *   ops.h: the argument structs.
  *
  * Rules for a kernel: extern "C" __global__ void <op>_<part>(<op>_args a), declared by an ENTRY line of ops.h. Blocks of at

@@ -4,7 +4,7 @@
  * Largest error found over every 127th float, in units of the last place of the exact result (at least 2^-149);
  * tests/test_emulator.py holds the limits:
  *   exp 0.97 (0.75 where the result is subnormal), log1p 0.5001, tanh 1.42, sin and cos 0.502, for every finite argument;
- *   rsqrt 1.5; made of them, |x| <= 87: sigmoid 2.3, softplus 1.5, silu 2.8.
+ *   gelu_tanh 0.505, gelu_erf 0.518; rsqrt 1.5; made of them, |x| <= 87: sigmoid 2.3, softplus 1.5, silu 2.8.
  * exp and tanh are evaluated in float, the others in double (half rate on the cards this is for) and rounded once.
  */
 #ifndef FERMI_MATH_CUH
@@ -144,6 +144,47 @@ INLINE float f32_silu(float x)
 INLINE float f32_softplus(float x)
 {
     return x > 20.0f ? x : f32_log1p(f32_exp(x));
+}
+
+/* exp of a double in -200..200, to 2e-10: v = n ln2 + r with |r| <= ln2 / 2, Taylor; NaN stays. */
+INLINE double f64_exp(double v)
+{
+    double t = v * 1.4426950408889634 + TRIG_ROUND; /* log2(e) */
+    double n = t - TRIG_ROUND;
+    double r = (v - n * 0.69314718036912382) - n * 1.9082149292705877e-10; /* ln2 in 32 bits, and the rest of it */
+    double p = 1.0 / 120 + r * (1.0 / 720 + r * (1.0 / 5040 + r * (1.0 / 40320)));
+    p = 1.0 + r * (1.0 + r * (1.0 / 2 + r * (1.0 / 6 + r * (1.0 / 24 + r * p))));
+    return p * double_of((bits_of_double(t) + 1023) << 52);
+}
+
+/* x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) = x / (1 + exp(-v)), v twice the argument of tanh. From 200 on the quotient
+ * underflows even for the largest x; -infinity gives NaN, as infinity times 0 does. */
+INLINE float f32_gelu_tanh(float x)
+{
+    double d = (double)x;
+    double v = -(d * (1.5957691216057308 + 0.071354816272600254 * (d * d)));
+    double w = 200.0 < v ? 200.0 : v; /* in this order NaN stays */
+    w = -60.0 > w ? -60.0 : w;
+    double e = v > 200.0 ? (double)F32_INF : f64_exp(w);
+    return (float)(d / (1.0 + e));
+}
+
+/* x/2 erfc(-x / sqrt 2). With a = |x|: erfc(a / sqrt 2) / 2 = exp(-a^2 / 2) P(t) / (a + 3), t = (a - 3) / (a + 3); P meets it
+ * to 1.2e-9 for a <= 15 (interpolated at Chebyshev's points), where the product begins to underflow. */
+INLINE float f32_gelu_erf(float x)
+{
+    double d = (double)x;
+    double a = d < 0.0 ? -d : d;
+    double q = 1.0 / (a + 3.0);
+    double t = 1.0 - 6.0 * q;
+    double p = -0.0010344765508861836 + t * (-0.0002447093207917761 + t * (0.00013332395420363602 + t * 5.5491871716794676e-05));
+    p = -0.01046228896653126 + t * (0.006969920150912792 + t * (0.0010241573243785498 + t * p));
+    p = 0.7290836907139794 + t * (-0.5093319888345391 + t * (0.2300176766741665 + t * (-0.04726276192117602 + t * p)));
+    double v = -0.5 * (a * a);
+    double w = -200.0 > v ? -200.0 : v;
+    double e = a > 15.0 ? 0.0 : f64_exp(w);
+    double g = (p * q) * e;
+    return (float)(d * (d < 0.0 ? g : 1.0 - g));
 }
 
 /* IEEE half <-> float, to nearest even; any NaN gives one NaN (0x7fffffff, 0x7fff). */

@@ -447,4 +447,101 @@ typedef struct {
 ENTRY(argmax, argmax_part, argmax_args)
 ENTRY(argmax, argmax_join, argmax_args)
 
+/* Vision towers. Rows of floats; biases [n]. Every kernel but the two attentions: any grid, block 256, rows * n < 2^31.
+ *
+ * y = ((x - mean) * (1 / sqrt(sum((x - mean)^2) / n + eps))) * w + b, the last two in one fmaf; mean = sum(x) / n. Both sums as
+ * "row sums" (rows.cuh) of elements and of squares. A row is whole threads' as for rms_norm. */
+typedef struct {
+    const float *x;     /* [rows, n] */
+    const float *w, *b; /* [n] */
+    float *y;           /* [rows, n], may be x */
+    int64_t rows, n;
+    float eps;
+} layer_norm_args;
+ENTRY(layer_norm, layer_norm, layer_norm_args)
+
+/* y = gelu(x + b), or gelu(x) without a bias; both as in math.cuh. */
+typedef struct {
+    const float *x; /* [rows, n] */
+    const float *b; /* [n] or NULL */
+    float *y;       /* [rows, n], may be x */
+    int64_t rows, n;
+} gelu_args;
+ENTRY(gelu, gelu_tanh, gelu_args)
+ENTRY(gelu, gelu_erf, gelu_args)
+
+/* x = x + b, in place. */
+typedef struct {
+    float *x;       /* [rows, n] */
+    const float *b; /* [n] */
+    int64_t rows, n;
+} add_bias_args;
+ENTRY(add_bias, add_bias, add_bias_args)
+
+/* x = x + (y + b), in place: a product with its bias onto the residual stream. */
+typedef struct {
+    float *x;       /* [rows, n] */
+    const float *y; /* [rows, n] */
+    const float *b; /* [n] */
+    int64_t rows, n;
+} add_bias_residual_args;
+ENTRY(add_bias, add_bias_residual, add_bias_residual_args)
+
+/* x = x + b for queries, keys and values side by side, the first two then turned as rope turns heads of 2 half. */
+typedef struct {
+    float *x;               /* [tokens, 3, heads, 2 half] */
+    const float *b;         /* [3, heads, 2 half] */
+    const float *cos, *sin; /* [tokens, half] */
+    int64_t tokens, heads, half;
+} add_bias_rope_args;
+ENTRY(add_bias, add_bias_rope, add_bias_rope_args)
+
+/* x = (x + b) + p, in place; p = chain fmaf(weights[t, j], table[rows[t, j]], p), taps in order from +0.0, or without weights
+ * the row of the one tap there is. */
+typedef struct {
+    float *x;             /* [tokens, n] */
+    const float *b;       /* [n] */
+    const float *table;   /* [*, n] */
+    const int32_t *rows;  /* [tokens, taps] */
+    const float *weights; /* [tokens, taps], or NULL where taps is 1 */
+    int64_t tokens, n, taps;
+} add_positions_args;
+ENTRY(add_positions, add_positions, add_positions_args)
+
+/* mean = (x[g] + x[g + 1] + ..) / group, in order; y = mean, or with a bias y = (y + b) + mean. */
+typedef struct {
+    const float *x; /* [rows * group, n] */
+    const float *b; /* [n] or NULL */
+    float *y;       /* [rows, n] */
+    int64_t rows, n, group;
+} group_mean_args;
+ENTRY(group_mean, group_mean, group_mean_args)
+
+/* Attention in which a view's tokens see each other and no others. A tile is up to 64 queries of a view: first query, then the
+ * view's first token and the one after its last. Blocks of 128 positions, counted from the view's first, merge in index order as
+ * in `attention`, but for
+ *   o = fmaf(o, c, a0 + a1), a_i the chain fmaf(p, v, acc) from +0.0 over the block's positions 64 i .. 64 i + 63, rising, and on
+ * to a multiple of 8 with p = v = 0 behind the view's end.
+ * So a token's bits depend on its view alone. o holds the running sums and overlaps no input. Grid (tiles, heads), block 256.
+ * head_dim is a multiple of 8, stride of 4, tensors are aligned to 16 bytes and each smaller than 4 GiB. */
+typedef struct {
+    const float *q, *k, *v; /* token's head at q + token * stride + head * head_dim */
+    float *o;               /* [tokens, heads, head_dim] */
+    const int32_t *tiles;   /* [tiles, 3] */
+    int64_t heads, head_dim, stride;
+    float scale;
+} full_attention_args;
+ENTRY(full_attention, full_attention, full_attention_args)
+
+/* The same for windows of 4 tokens: s = chain fmaf(q[d], k[d], s) * scale, d rising from +0.0; p = exp(s - max);
+ * o = (chain fmaf(p, v, o), positions rising from +0.0) * (1 / ((p0 + p1) + (p2 + p3))). Any grid, block 128. head_dim is a
+ * multiple of 4 up to 576, stride of 4, tensors are aligned to 16 bytes. */
+typedef struct {
+    const float *q, *k, *v; /* token's head at q + token * stride + head * head_dim */
+    float *o;               /* [4 windows, heads, head_dim] */
+    int64_t windows, heads, head_dim, stride;
+    float scale;
+} window_attention_args;
+ENTRY(window_attention, window_attention, window_attention_args)
+
 #endif

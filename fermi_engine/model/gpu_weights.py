@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +53,14 @@ def aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class _Tensor:
-    host: np.ndarray  # uint8, flat
+    parts: tuple[np.ndarray, ...]  # uint8, flat; they lie end to end
     offset: int
     shape: tuple[int, ...]
     format: str | None  # of a matrix
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
 
 class WeightBlock:
@@ -79,9 +83,13 @@ class WeightBlock:
         self._add(name, matrix.data, (matrix.rows, matrix.cols), matrix.format)
 
     def _add(self, name: str, data: np.ndarray, shape: tuple[int, ...], format: str | None) -> None:
-        host = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        self._join(name, [data], shape, format)
+
+    def _join(self, name: str, parts: Sequence[np.ndarray], shape: tuple[int, ...], format: str | None) -> None:
+        """One tensor whose stored bytes are those of several, end to end."""
+        host = tuple(np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts)
         self._tensors[name] = _Tensor(host, self.nbytes, shape, format)
-        self.nbytes += aligned(host.nbytes)
+        self.nbytes += aligned(self._tensors[name].nbytes)
 
     @property
     def formats(self) -> set[str]:
@@ -100,8 +108,14 @@ class WeightBlock:
         return max(tensor.shape[-1] for tensor in self._tensors.values() if tensor.format)
 
     def pieces(self) -> list[tuple[int, np.ndarray]]:
-        """(offset in the block, host bytes) of every tensor."""
-        return [(tensor.offset, tensor.host) for tensor in self._tensors.values()]
+        """(offset in the block, host bytes) of every tensor, or of its parts."""
+        found = []
+        for tensor in self._tensors.values():
+            offset = tensor.offset
+            for part in tensor.parts:
+                found.append((offset, part))
+                offset += part.nbytes
+        return found
 
     def within(self, buffer: DeviceBuffer) -> dict[str, Any]:
         """DeviceMatrix or DeviceArray (float32) by name, in a buffer that holds a block."""
@@ -151,7 +165,7 @@ class EndWeights(WeightBlock):
 def _view(buffer: DeviceBuffer, tensor: _Tensor) -> DeviceMatrix | DeviceArray:
     if tensor.format is None:
         return DeviceArray.within(buffer, tensor.shape, np.float32, tensor.offset)
-    data = DeviceArray.within(buffer, (tensor.host.nbytes,), np.uint8, tensor.offset)
+    data = DeviceArray.within(buffer, (tensor.nbytes,), np.uint8, tensor.offset)
     return DeviceMatrix(tensor.format, *tensor.shape, data)
 
 

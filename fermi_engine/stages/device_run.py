@@ -14,13 +14,14 @@ from fermi_engine.kernels.device_arrays import DeviceArray, DeviceMatrix
 from fermi_engine.kernels.gpu import Device, DeviceBuffer, open_device
 from fermi_engine.kernels.gpu_kernels import GpuKernels
 from fermi_engine.kernels.sm20_attention import AttentionKernels
+from fermi_engine.kernels.sm20_vision import VisionKernels
 
 DEVICES = ("emulated", "cuda")
 ALIGNMENT = 16  # of addresses that 128-bit loads want; buffers start at multiples of it
 
 
 class DeviceRun:
-    """Both families of kernels on one stream of a device, and memory for one run.
+    """All families of kernels on one stream of a device, and memory for one run.
 
     What kernels fill starts as NaN, the lowest integer, or bytes 0xff. `shift`: bytes that arrays start off alignment where an
     op takes that, for tests.
@@ -31,6 +32,7 @@ class DeviceRun:
         self.stream = device.stream("stage")
         self.rows = GpuKernels(device, self.stream)
         self.tokens = AttentionKernels(device, self.stream)
+        self.vision = VisionKernels(device, self.stream)
         self._buffers: list[DeviceBuffer] = []
 
     def put(self, array: np.ndarray, aligned: bool = False) -> DeviceArray:

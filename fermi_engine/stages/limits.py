@@ -22,6 +22,7 @@ BLOCK = NORM + 1  # round a mixer or feed-forward part: the norm before it, the 
 LAYER_NORM = NORM + 3  # and the mean, what is left of it, the bias
 # Both GELUs are evaluated in double: csrc/scalar/math.h.
 GELU_TANH_ULP, GELU_ERF_ULP = 0.505, 0.518
+GELU_BIAS = 1.2 + 2 * GELU_ERF_ULP  # the bias, through a slope of at most 1.13, and the function
 TAPS = 2 + 1 + 2 + 4  # of the position table: place (2), its fraction, weight (2: 1 - f, product), sum of four
 
 
@@ -86,6 +87,15 @@ class Arithmetic:
         """The same without a cache, each window by itself."""
         q, k = (a[name].reshape(-1, int(a["window"]), *a[name].shape[1:]).astype(np.float64) for name in ("q", "k"))
         largest = np.abs(np.einsum("gthd,gshd->ghts", q, k)).max() * float(a["scale"])
+        return 2 * largest + 2 * self.exp_ulp + 1 + self.division
+
+    def view_softmax(self, a: Arrays) -> float:
+        """The same of views of `lengths`."""
+        largest, begin = 0.0, 0
+        for length in a["lengths"].tolist():
+            q, k = (a[name][begin:begin + length].astype(np.float64) for name in "qk")
+            largest = max(largest, np.abs(np.einsum("thd,shd->hts", q, k)).max() * float(a["scale"]))
+            begin += length
         return 2 * largest + 2 * self.exp_ulp + 1 + self.division
 
     def cached_size(self, a: Arrays) -> float:
@@ -233,6 +243,32 @@ def x_gain(a: Arrays) -> float:
 def group_sum(a: Arrays) -> float:
     """Additions after the first element, and the quotient."""
     return int(a["group"])
+
+
+def position_sum(a: Arrays) -> float:
+    """A step a tap, the bias and the last addition."""
+    return a["rows"].shape[1] + 2
+
+
+def position_size(a: Arrays) -> float:
+    """Largest sum of magnitudes that may go into an element."""
+    return sum(float(np.abs(a[name]).max(initial=0)) for name in ("x", "b")) \
+        + float(np.abs(a["table"]).max() * np.abs(a["weights"]).sum(1).max())
+
+
+def mean_sum(a: Arrays) -> float:
+    """Those of the mean, the bias and the last addition."""
+    return int(a["group"]) + 2
+
+
+def mean_size(a: Arrays) -> float:
+    """The same."""
+    return sum(float(np.abs(a[name]).max(initial=0)) for name in ("x", "y", "b"))
+
+
+def turned_size(a: Arrays) -> float:
+    """Both elements of a pair, each with its bias."""
+    return 2 * sum(float(np.abs(a[name]).max(initial=0)) for name in ("x", "b"))
 
 
 def value_size(a: Arrays) -> float:
