@@ -67,6 +67,10 @@ class Ledger:
         with self.scope(only_after_errors=True):
             return kept | {name: self.alloc(nbytes, name) for name, nbytes in sizes.items() if name not in kept}
 
+    def holds(self, buffer: DeviceBuffer) -> bool:
+        """Whether this very buffer is allocated, and not another that has its address by now."""
+        return self._held.get(buffer.address) is buffer
+
     def held(self) -> dict[str, int]:
         """Bytes by name of all that is allocated now."""
         return {buffer.name: buffer.nbytes for buffer in self._held.values()}

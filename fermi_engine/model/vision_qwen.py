@@ -74,9 +74,13 @@ class QwenVision:
 def position_rows(k: CpuKernels, table: np.ndarray, grids: Sequence[Grid]) -> np.ndarray:
     """The square position table [side * side, H] read bilinearly at each patch -> [N, H] in block order; the ends of the table
     lie on the first and last patch."""
-    taps = [_taps(grid, math.isqrt(len(table))) for grid in grids]
-    rows, weights = (np.concatenate(parts) for parts in zip(*taps, strict=True))
-    return k.weighted_rows(table, rows, weights)
+    return k.weighted_rows(table, *position_taps(math.isqrt(len(table)), grids))
+
+
+def position_taps(side: int, grids: Sequence[Grid]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows int32 [N, 4] of a table [side * side, H] and their weights [N, 4], in block order."""
+    rows, weights = (np.concatenate(parts) for parts in zip(*(_taps(grid, side) for grid in grids), strict=True))
+    return rows, weights
 
 
 def rotary_tables(k: CpuKernels, head_dim: int, grids: Sequence[Grid]) -> tuple[np.ndarray, np.ndarray]:

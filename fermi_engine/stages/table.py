@@ -29,7 +29,18 @@ from fermi_engine.compare import (
 )
 from fermi_engine.errors import BackendError
 from fermi_engine.kernels.dispatch import BACKENDS
-from fermi_engine.stages import cpu, device_run, gpu, gpu_runs, products, runs, token, vision, vision_runs
+from fermi_engine.stages import (
+    cpu,
+    device_run,
+    gpu,
+    gpu_runs,
+    gpu_vision_runs,
+    products,
+    runs,
+    token,
+    vision,
+    vision_runs,
+)
 from fermi_engine.stages.device_run import DEVICES
 from fermi_engine.stages.limits import (
     BLOCK,
@@ -255,15 +266,15 @@ STAGES = (
     _above("image_patches",    vision_runs.image_patches,    None,                        Exact()),
     _above("vision_positions", vision_runs.vision_positions, None,
             lambda on: All(Exact(), table=TwiceReference(TAPS), cos=Ulp(on.cos_ulp), sin=Ulp(on.sin_ulp))),
-    _above("qwen_block",       vision_runs.qwen_block,       None,
+    _above("qwen_block",       vision_runs.qwen_block,       gpu_vision_runs.qwen_block,
             lambda on: TwiceReference(on.vision_block)),
-    _above("minicpm_layer",    vision_runs.minicpm_layer,    None,
+    _above("minicpm_layer",    vision_runs.minicpm_layer,    gpu_vision_runs.minicpm_layer,
             lambda on: TwiceReference(on.vision_block)),
-    _above("window_merger",    vision_runs.window_merger,    None,
+    _above("window_merger",    vision_runs.window_merger,    gpu_vision_runs.window_merger,
             lambda on: TwiceReference(on.vision_block)),
-    _above("qwen_tower",       vision_runs.qwen_tower,       None,
+    _above("qwen_tower",       vision_runs.qwen_tower,       gpu_vision_runs.qwen_tower,
             lambda on: TwiceReference(on.vision_tower)),
-    _above("minicpm_tower",    vision_runs.minicpm_tower,    None,
+    _above("minicpm_tower",    vision_runs.minicpm_tower,    gpu_vision_runs.minicpm_tower,
             lambda on: TwiceReference(on.vision_tower)),
     _above("image_prompt",     vision_runs.image_prompt,     None,
             lambda on: TwiceReference(on.decoder_chain)),

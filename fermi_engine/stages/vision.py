@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from fermi_engine.compare import Arrays
-from fermi_engine.stages.device_run import DeviceRun
 from fermi_engine.kernels.sm20_vision import GELUS, HEAD_DIM_STEP, WINDOW, view_tiles
+from fermi_engine.stages.device_run import DeviceRun
 from fermi_engine.stages.gpu import Candidate, launches
 
 

@@ -36,7 +36,8 @@ def vision_config(a: Mapping[str, np.ndarray]) -> VisionConfig:
     return VisionConfig.from_dict(json.loads(a[VISION].tobytes()))
 
 
-def _grids(a: Arrays) -> list[tuple[int, int]]:
+def patch_grids(a: Arrays) -> list[tuple[int, int]]:
+    """Height and width of each view."""
     return [(int(height), int(width)) for height, width in a["grids"]]
 
 
@@ -54,7 +55,7 @@ def image_patches(k: CpuKernels, a: Arrays) -> Arrays:
 def vision_positions(k: CpuKernels, a: Arrays) -> Arrays:
     """Positions of patches and of text: table [N, H] (Qwen's, read bilinearly), cos, sin [N, D/2], buckets int64 [N]
     (MiniCPM's), and text int32 [3, T] of `ids`, with the position that follows."""
-    config, grids = vision_config(a), _grids(a)
+    config, grids = vision_config(a), patch_grids(a)
     cos, sin = rotary_tables(k, config.head_dim, grids)
     text, following = mrope_positions(a["ids"], config.image_token_id, grids)
     return {"table": position_rows(k, a["table"], grids), "cos": cos, "sin": sin,
@@ -63,26 +64,26 @@ def vision_positions(k: CpuKernels, a: Arrays) -> Arrays:
 
 def qwen_block(k: CpuKernels, a: Arrays) -> Arrays:
     """x [N, H] of images `grids` through block 0, turned by cos, sin [N, D/2] -> y [N, H]."""
-    lengths = [height * width for height, width in _grids(a)]
+    lengths = [height * width for height, width in patch_grids(a)]
     return {"y": QwenBlock(ArrayTensors(a), vision_config(a), 0).forward(k, a["x"], (a["cos"], a["sin"]), lengths, "f32")}
 
 
 def minicpm_layer(k: CpuKernels, a: Arrays) -> Arrays:
     """x [N, H] of views `grids` through layer 0 -> y [N, H]."""
-    lengths = [height * width for height, width in _grids(a)]
+    lengths = [height * width for height, width in patch_grids(a)]
     return {"y": EncoderLayer(ArrayTensors(a), vision_config(a), 0).forward(k, a["x"], lengths, "f32")}
 
 
 def window_merger(k: CpuKernels, a: Arrays) -> Arrays:
     """x [N, H] of views `grids` in raster order -> y [N / 4, H]."""
-    return {"y": WindowMerger(ArrayTensors(a), vision_config(a)).forward(k, a["x"], _grids(a), "f32")}
+    return {"y": WindowMerger(ArrayTensors(a), vision_config(a)).forward(k, a["x"], patch_grids(a), "f32")}
 
 
 def qwen_tower(k: CpuKernels, a: Arrays) -> Arrays:
     """patches [N, width] of images `grids` -> their embeddings y [N / 4, out], and what goes into the merger, blocks [N, H]."""
     seen: Arrays = {}
     config = vision_config(a)
-    y = QwenVision(ArrayTensors(a), config, k, "f32").forward(a["patches"], _grids(a), seen.__setitem__)
+    y = QwenVision(ArrayTensors(a), config, k, "f32").forward(a["patches"], patch_grids(a), seen.__setitem__)
     return {"blocks": seen[f"blocks.{config.num_hidden_layers - 1}"], "y": y}
 
 
@@ -92,7 +93,7 @@ def minicpm_tower(k: CpuKernels, a: Arrays) -> Arrays:
     for mode in ("16x", "4x"):
         images = dataclasses.replace(config.images, downsample_mode=mode)
         tower = MiniCpmVision(ArrayTensors(a), dataclasses.replace(config, images=images), k, "f32")
-        out[mode] = tower.forward(a["patches"], _grids(a))
+        out[mode] = tower.forward(a["patches"], patch_grids(a))
     return out
 
 
@@ -100,7 +101,7 @@ def image_prompt(k: CpuKernels, a: Arrays) -> Arrays:
     """ids [T] among which `image_token` stands for rows [n, H] of images `grids`, then `after` int32 [D] one at a time
     -> logits [T + D, vocab]. The first `cut` ids go in first; float32 activations."""
     decoder, ids, token = Decoder(ArrayWeights(a), k, "f32"), a["ids"], int(a["image_token"])
-    axes, following = mrope_positions(ids, token, _grids(a))
+    axes, following = mrope_positions(ids, token, patch_grids(a))
     slots = image_slots(ids, token, len(a["rows"]))
     state, logits = HybridState.fresh(decoder.config, 4), []
     for begin, end in ((0, int(a["cut"])), (int(a["cut"]), len(ids))):
