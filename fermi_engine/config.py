@@ -297,6 +297,8 @@ class EngineConfig:
     gemm: the GPU's dense products by our kernels ('own': the same bits on every card) or by the vendor's cuBLAS ('vendor'); None
         is 'vendor' with `decode` 'gpu' and 'own' else.
     decode: 'cpu'; 'gpu' has a dense model wholly on the device, which then does all prefill, too, and keeps the state.
+    vision: who encodes images: 'cpu', 'gpu', or 'auto', which is the GPU where `decode` or `prefill` is 'gpu'. On the GPU
+        activations are float32 and the tower's memory counts among `vram`.
     snapshot_ram: most bytes of memory for states that later prompts go on from; 0 keeps none, None takes half of what the pack
         leaves, at most 4 GiB. Results do not depend on it where the CPU evaluates prompts, or the GPU all of them.
     snapshot_dir: directory in which they outlive the process; None for none. snapshot_disk: most bytes of the files there.
@@ -321,6 +323,7 @@ class EngineConfig:
     expert_slots: int = 2
     gemm: str | None = None
     decode: str = "cpu"
+    vision: str = "auto"
     snapshot_ram: int | None = None
     snapshot_dir: str | Path | None = None
     snapshot_disk: int = 16 << 30
@@ -330,6 +333,10 @@ class EngineConfig:
             object.__setattr__(self, "gemm", "vendor" if self.decode == "gpu" else "own")
         if self.decode not in ("cpu", "gpu"):
             raise ConfigError(f"decode = {self.decode!r}; choose 'cpu' or 'gpu'")
+        if self.vision not in ("cpu", "gpu", "auto"):
+            raise ConfigError(f"vision = {self.vision!r}; choose 'cpu', 'gpu' or 'auto'")
+        if self.vision == "gpu" and self.decode == self.prefill == "cpu":
+            raise ConfigError("vision = 'gpu' where the GPU neither decodes nor prefills; set decode or prefill, too")
         if self.decode == "gpu" and self.kv_format != "f32":
             raise ConfigError(f"kv_format = {self.kv_format!r} with decode = 'gpu', which keeps keys and values as 'f32'")
         if self.numa not in (None, "interleave", "local", "off"):
@@ -355,3 +362,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} = {value!r} must be a whole number of at least 1")
         if self.threads is not None and self.threads > MOST_THREADS:
             raise ConfigError(f"threads = {self.threads}; at most {MOST_THREADS} run")
+
+    @property
+    def is_vision_on_gpu(self) -> bool:
+        """Whether the GPU encodes images."""
+        return self.vision == "gpu" or (self.vision == "auto" and "gpu" in (self.decode, self.prefill))

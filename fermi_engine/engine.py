@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fermi_engine.generate import Stream
     from fermi_engine.gpu.choice import GpuChoice
     from fermi_engine.gpu.resident import Resident
+    from fermi_engine.gpu.vision import GpuVision
     from fermi_engine.kernels.gpu import Device
     from fermi_engine.pack import Pack
     from fermi_engine.sampling import SamplingParams
@@ -182,7 +183,19 @@ class Engine:
         """The image half. Raises RequestError where the pack holds none."""
         from fermi_engine.vision.encoder import Vision
 
-        return Vision(self.pack, self.kernels, self.options.activations)
+        on_gpu = self._tower_on_gpu if self.options.is_vision_on_gpu else None
+        return Vision(self.pack, self.kernels, self.options.activations, on_gpu)
+
+    def _tower_on_gpu(self) -> GpuVision:
+        """The tower on the device that the text model is on, in the same ledger. Raises DeviceError."""
+        from fermi_engine.gpu.vision import GpuVision
+
+        if self.gpu is None:
+            owner, evict = self.resident, None
+        else:
+            owner = self.gpu.owner()
+            evict = owner.evict
+        return GpuVision(owner.device, self.pack, self.pack.vision, owner.ledger, owner.host, self.options.gemm, evict=evict)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -44,6 +44,7 @@ try:  # what follows takes most of the time of a short command: Ctrl-C must not 
         SnapshotDisk,
         SnapshotRam,
         Threads,
+        Vision,
         Vram,
     )
     from fermi_engine.errors import FermiError, RequestError
@@ -240,6 +241,7 @@ def generate(
     expert_slots: ExpertSlots = 2,
     gemm: Gemm = None,
     decode: Decode = "cpu",
+    vision: Vision = "auto",
     snapshot_ram: SnapshotRam = None,
     snapshot_dir: SnapshotDir = None,
     snapshot_disk: SnapshotDisk = "16GiB",
@@ -267,7 +269,7 @@ def generate(
     options = EngineConfig(activations=activations, backend=backend, threads=threads, ctx_size=ctx_size, kv_format=kv_format,
                            pin=pin, hyper_threads=hyper_threads, numa=numa, load=load, huge_pages=huge_pages, mlock=mlock,
                            prefill=prefill, device=device, vram=parse_bytes("--vram", vram),
-                           expert_slots=expert_slots, gemm=gemm, decode=decode,
+                           expert_slots=expert_slots, gemm=gemm, decode=decode, vision=vision,
                            snapshot_ram=parse_budget("--snapshot-ram", snapshot_ram), snapshot_dir=snapshot_dir,
                            snapshot_disk=parse_budget("--snapshot-disk", snapshot_disk))
     cli_generate.run(cli_generate.Request(

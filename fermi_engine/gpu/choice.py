@@ -54,6 +54,10 @@ class GpuChoice:
             self._note(f"warning: {err}; the CPU does all prefill from here on")
             return None
 
+    def owner(self) -> HybridPrefill:
+        """The prefill on its device, opened where it is not yet. Raises DeviceError."""
+        return self._opened()
+
     def _opened(self) -> HybridPrefill:
         options = self._options
         if self._device is None:

@@ -146,6 +146,11 @@ class HybridPrefill:
         self._resident = found
         return [weights for _, weights in found.values()]
 
+    def evict(self) -> None:
+        """Give all memory back; the next call copies anew."""
+        self.device.synchronize()
+        self.ledger.settle({})
+
     def close(self) -> None:
         """Free the weights; the device stays open."""
         self.device.synchronize()

@@ -68,10 +68,10 @@ class GpuVision:
 
     def forward(self, patches: np.ndarray, grids: Sequence[Grid], trace: Trace = silent) -> np.ndarray:
         """patches float32 [N, patch_width] of views end to end, grids (height, width) in patches -> embeddings on the host,
-        float32 [tokens, out_hidden_size], a new array. trace: sees the arrays of every stage of each batch and waits for them.
+        float32 [tokens, out_hidden_size], a new array. trace: sees the arrays of each stage of each batch and waits for them.
 
-        ValueError where patches and grids do not fit each other. Raises DeviceError, one line; but for the tower's weights it holds
-        no more memory than before.
+        ValueError where patches and grids do not fit each other. Raises DeviceError, one line. It then holds no more memory than
+        before, but for the tower's weights.
         """
         def marked(name: str, array: DeviceArray) -> None:
             trace(name, self._host(array))

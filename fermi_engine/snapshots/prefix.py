@@ -26,7 +26,8 @@ class NumericPath:
     """What the bits of a state depend on beside tokens and images.
 
     pack_hash: seal of the pack. activations, kv_format: of EngineConfig. prefill: 'cpu', or with whose products on which device:
-    'gpu own cuda'; 'resident own cuda' where that device decodes, too. version: of the engine.
+    'gpu own cuda'; 'resident own cuda' where that device decodes, too; who encodes images where it is somebody else. version: of
+    the engine.
     """
 
     pack_hash: str
@@ -40,6 +41,8 @@ class NumericPath:
         """From a pack's seal and an EngineConfig."""
         way = "resident" if options.decode == "gpu" else options.prefill
         prefill = "cpu" if way == "cpu" else f"{way} {options.gemm} {options.device}"
+        if options.is_vision_on_gpu != (way in ("resident", "gpu")):
+            prefill += f", images on {'gpu' if options.is_vision_on_gpu else 'cpu'}"
         return cls(pack_hash, options.activations, options.kv_format, prefill)
 
     def fields(self) -> dict[str, str]:

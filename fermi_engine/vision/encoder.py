@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from fermi_engine.errors import RequestError
+from fermi_engine.errors import DeviceError, RequestError
 from fermi_engine.kernels.cpu import CpuKernels
 from fermi_engine.model.decoder import ImageTokens
 from fermi_engine.model.gpu_inputs import Rows, Spliced, some_rows
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from fermi_engine.pack import Pack
 
 
+OFFER = "--vision cpu"
+
+
 @dataclass
 class Encoded:
     """What a tower has done since it was last asked."""
@@ -37,34 +40,50 @@ class Encoded:
     views: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    stages: dict[str, float] = field(default_factory=dict)  # seconds by stage, of a GPU's
 
-    def add(self, views: int, tokens: int, seconds: float) -> None:
+    def add(self, views: int, tokens: int, seconds: float, stages: Mapping[str, float] | None = None) -> None:
         """One image more."""
         self.images, self.views = self.images + 1, self.views + views
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        for name, taken in (stages or {}).items():
+            self.stages[name] = self.stages.get(name, 0.0) + taken
 
     def line(self) -> str:
         """For a report; begins anew."""
         text = f"images encoded: {self.images} in {self.views} views to {self.tokens} tokens, {self.seconds:.2f} s"
-        self.images, self.views, self.tokens, self.seconds = 0, 0, 0, 0.0
+        if self.stages:
+            text += ", on the GPU: " + ", ".join(f"{name} {1e3 * taken:.1f} ms" for name, taken in self.stages.items())
+        self.images, self.views, self.tokens, self.seconds, self.stages = 0, 0, 0, 0.0, {}
         return text
+
+
+class Tower(Protocol):
+    """What makes embeddings of patches, wherever it runs."""
+
+    def forward(self, patches: np.ndarray, grids: Sequence[tuple[int, int]]) -> np.ndarray:
+        """patches [N, patch_width] of views end to end -> embeddings float32 [tokens, hidden]."""
 
 
 class Vision:
     """A pack's tower bound to kernels."""
 
-    def __init__(self, pack: Pack, kernels: CpuKernels, activations: str = "q8_0") -> None:
-        """RequestError where the pack holds no tower."""
+    def __init__(self, pack: Pack, kernels: CpuKernels, activations: str = "q8_0",
+                 on_gpu: Callable[[], Tower] | None = None) -> None:
+        """on_gpu: makes the tower that encodes in place of the CPU's, when it is first needed. RequestError where the pack holds
+        none."""
         if pack.vision is None:
             raise RequestError(f"{pack.path} holds no vision tower: the model takes text only; convert a checkpoint with one, "
                                "or leave the images out")
         self.config: VisionConfig = pack.vision
         self.encoded = Encoded()
-        self._pack, self._kernels, self._activations = pack, kernels, activations
+        self._pack, self._kernels, self._activations, self._on_gpu = pack, kernels, activations, on_gpu
 
     @cached_property
-    def tower(self) -> QwenVision | MiniCpmVision:
-        """The model's own."""
+    def tower(self) -> Tower:
+        """The model's own. Raises DeviceError where a GPU cannot have it."""
+        if self._on_gpu is not None:
+            return self._on_gpu()
         kind = QwenVision if self.config.family == QWEN else MiniCpmVision
         return kind(self._pack, self.config, self._kernels, self._activations)
 
@@ -75,11 +94,15 @@ class Vision:
         return prepare(load_pixels(source, name), self.config.images, name)
 
     def encode(self, image: PreparedImage) -> np.ndarray:
-        """Embeddings [tokens, hidden] of all its views in order."""
+        """Embeddings [tokens, hidden] of all its views in order. Raises DeviceError, one line, where a GPU fails."""
         start = time.perf_counter()
-        with self._kernels.held():
-            rows = self.tower.forward(image.patches, image.grids)
-        self.encoded.add(len(image.grids), len(rows), time.perf_counter() - start)
+        try:
+            with self._kernels.held():
+                rows = self.tower.forward(image.patches, image.grids)
+        except DeviceError as err:
+            raise err if OFFER in str(err) else type(err)(f"{err}; {OFFER} encodes images on the CPU") from None
+        last = getattr(self.tower, "last", None)
+        self.encoded.add(len(image.grids), len(rows), time.perf_counter() - start, last and last.seconds)
         return rows
 
     @property
