@@ -1,4 +1,4 @@
-"""Vision towers on the (emulated) GPU: against the reference and in the engine; the same bits in any company; memory; failures."""
+"""Vision towers on the (emulated) GPU: reference, engine, memory, failures; the same bits in any company."""
 
 from __future__ import annotations
 
