@@ -129,7 +129,7 @@ def test_quantised_towers_are_the_reference_on_the_same_values(family, device, g
 
 @families
 def test_views_have_the_same_bits_alone_among_others_and_in_any_batches(family, device, monkeypatch):
-    grids, model = GRIDS[family], on_gpu(family, device)
+    grids, model = GRIDS[family], on_gpu(family, device, mlp=200)  # in parts, where few rows may pass an MLP together
     patches = patches_of(family, grids)
     together, begin, row = model.forward(patches, grids), 0, 0
     assert model.last.batches == 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 from tools.faults_avx2 import AVX2
 from tools.faults_gpu_images import GPU_IMAGES
 from tools.faults_gpu_prefill import GPU_PREFILL
+from tools.faults_gpu_vision import GPU_VISION
 from tools.faults_kernels import KERNELS, Fault
 from tools.faults_quality import QUALITY
 from tools.faults_resident import RESIDENT
@@ -315,3 +316,5 @@ MODEL_SENSE = (
 
 FAULTS = KERNELS + AVX2 + SM20 + MODEL + GPU_PREFILL + RESIDENT + SNAPSHOTS + SNAPSHOT_DISK + FILES + TEXT + VISION + MODEL_SENSE
 FAULTS += QUALITY + GPU_IMAGES
+FAULTS = KERNELS + AVX2 + SM20 + MODEL + GPU_PREFILL + GPU_VISION + RESIDENT + SNAPSHOTS + SNAPSHOT_DISK + FILES + TEXT + VISION
+FAULTS += MODEL_SENSE + QUALITY

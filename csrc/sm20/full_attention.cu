@@ -14,26 +14,32 @@ struct full_shared {
     float *top, *sum; /* [PARTS, ROWS] of a row's parts */
     float *m, *l;     /* [ROWS] running maximum and sum */
     float *c, *f;     /* [ROWS] what the sums in o are multiplied by, and then all */
+    int *tile;        /* [3] first query, the view's first token and the one after its last */
 };
 
-/* A block's view, its rows, and the positions at hand. */
-struct full_place {
-    int first, rows;  /* first query, and how many there are */
-    int begin, count; /* first of up to 128 positions, and how many */
-    bool is_first, is_last;
-};
+/* How many queries a block has, and how many positions from `begin` on. */
+INLINE int full_rows(const full_shared &b)
+{
+    return min_of(b.tile[2] - b.tile[0], (int)ROWS);
+}
+
+INLINE int full_count(const full_shared &b, int begin)
+{
+    return min_of(b.tile[2] - begin, (int)COLS);
+}
 
 /* Scores of the positions; those behind the view's end are never used. */
-INLINE void full_scores(const full_attention_args &a, const full_shared &b, const full_place &at)
+INLINE void full_scores(const full_attention_args &a, const full_shared &b, int begin)
 {
     float acc[TM][TN];
     unsigned t = thread_index(), stride = (unsigned)a.stride, head = blockIdx.y * (unsigned)a.head_dim;
     const float *x = b.score + thread_row(t), *w = b.score + DEPTH * QUERY_LD + thread_col(t);
     float *to_query = score_operands::query_place(b.score, t), *to_key = score_operands::key_place(b.score, t);
-    bool works = warp_works(t, at.rows, at.count);
+    int rows = full_rows(b), count = full_count(b, begin);
+    bool works = warp_works(t, rows, count);
     score_operands next;
-    next.begin(t, (unsigned)(at.first + min_of((int)t / 4, at.rows - 1)) * stride + head,
-               (unsigned)(at.begin + min_of((int)t / 2, at.count - 1)), stride);
+    next.begin(t, (unsigned)(b.tile[0] + min_of((int)t / 4, rows - 1)) * stride + head,
+               (unsigned)(begin + min_of((int)t / 2, count - 1)), stride);
     next.fetch<0>(a.q, a.k + head);
     next.stash(to_query, to_key);
     product_clear(acc);
@@ -60,41 +66,41 @@ INLINE void full_scores(const full_attention_args &a, const full_shared &b, cons
 }
 
 /* A row's running maximum and sum, and what to multiply by. */
-INLINE void full_merge(const full_shared &b, int row, const full_place &at, float top)
+INLINE void full_merge(const full_shared &b, int row, bool begins, bool ends, float top)
 {
     const float *sum = b.sum + row;
     float total = (sum[0] + sum[ROWS]) + (sum[2 * ROWS] + sum[3 * ROWS]);
-    float c = at.is_first ? 0.0f : f32_exp(b.m[row] - top), l = at.is_first ? total : fmaf(b.l[row], c, total);
+    float c = begins ? 0.0f : f32_exp(b.m[row] - top), l = begins ? total : fmaf(b.l[row], c, total);
     b.m[row] = top;
     b.l[row] = l;
     b.c[row] = c;
-    b.f[row] = at.is_last ? 1.0f / l : 1.0f;
+    b.f[row] = ends ? 1.0f / l : 1.0f;
 }
 
-/* From scores to exp(s - m'), and to 0 behind the view's end. */
-INLINE void full_softmax(const full_shared &b, const full_place &at)
+/* From scores to exp(s - m'), which is 0 behind the view's end. */
+INLINE void full_softmax(const full_shared &b, int begin)
 {
     unsigned t = thread_index();
-    int row = (int)(t % ROWS), part = (int)(t / ROWS), count = max_of(min_of(at.count - part * PART, (int)PART), 0);
-    float *s = b.score + part * PART * SCORE_LD + row, *end = s + count * SCORE_LD;
-    float top = at.is_first ? -F32_INF : b.m[row], sum = 0.0f;
-    for (float *x = s; x < end; x += SCORE_LD)
-        top = fmaxf(top, *x);
+    int row = (int)(t % ROWS), part = (int)(t / ROWS), count = full_count(b, begin) - part * PART;
+    float *s = b.score + part * PART * SCORE_LD + row;
+    float top = begin == b.tile[1] ? -F32_INF : b.m[row], sum = 0.0f;
+#pragma unroll 8
+    for (int i = 0; i < PART; i++)
+        top = i < count ? fmaxf(top, s[i * SCORE_LD]) : top;
     b.top[part * ROWS + row] = top;
     __syncthreads();
     for (int i = 0; i < PARTS; i++)
         top = fmaxf(top, b.top[i * ROWS + row]);
-    for (float *x = s; x < end; x += SCORE_LD) {
-        float p = f32_exp(*x - top);
-        *x = p;
+#pragma unroll 4
+    for (int i = 0; i < PART; i++) {
+        float p = i < count ? f32_exp(s[i * SCORE_LD] - top) : 0.0f;
+        s[i * SCORE_LD] = p;
         sum += p;
     }
-    for (float *x = end; x < s + PART * SCORE_LD; x += SCORE_LD)
-        *x = 0.0f;
     b.sum[part * ROWS + row] = sum;
     __syncthreads();
     if (part == 0)
-        full_merge(b, row, at, top);
+        full_merge(b, row, begin == b.tile[1], begin + COLS >= b.tile[2], top);
 }
 
 /* First row and column of thread t in the sums of values; its rows go on as row_step says, its columns 16 apart, the ninth at
@@ -109,32 +115,30 @@ INLINE int value_lane(unsigned t)
     return t / 2 % 2 + t / 8 % 4 * 2;
 }
 
-/* Thread t's part in reading values, 8 positions of its half at a time: four dimensions of one, and for 16 threads four of the
- * last eight of another. */
+/* Thread t's part in reading values, 8 positions of its half at a time: four dimensions of one, and for 64 threads one of the
+ * last eight dimensions of a position. What is not there is 0. */
 struct full_values {
-    float4 v, w;
-
-    static __device__ __forceinline__ float4 quad(const float *from, int stride, int position, int count, int dims)
-    {
-        unsigned byte = (unsigned)(position * stride) * 4;
-        return position < count && dims > 0 ? load4(from, byte) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
+    float4 v;
+    float w;
 
     /* `from` points at the half's first position and the pass's first dimension; `position` counts from there. */
     __device__ __forceinline__ void fetch(const float *from, int stride, int position, int count, int dims)
     {
-        int t = (int)thread_index() % GROUP;
-        v = quad(from + t % 16 * 4, stride, position + t / 16, count, dims - t % 16 * 4);
-        if (t < 16)
-            w = quad(from + 64 + t % 2 * 4, stride, position + t / 2, count, dims - 64 - t % 2 * 4);
+        int t = (int)thread_index() % GROUP, row = position + t / 16, last = position + t / 8;
+        v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (row < count && t % 16 * 4 < dims)
+            v = load4(from, (unsigned)(row * stride + t % 16 * 4) * 4);
+        w = 0.0f;
+        if (t < 64 && last < count && 64 + t % 8 < dims)
+            w = from[last * stride + 64 + t % 8];
     }
 
     __device__ __forceinline__ void stash(float *slice) const
     {
         int t = (int)thread_index() % GROUP;
         *(float4 *)(slice + t / 16 * DIMS + t % 16 * 4) = v;
-        if (t < 16)
-            *(float4 *)(slice + t / 2 * DIMS + 64 + t % 2 * 4) = w;
+        if (t < 64)
+            slice[t / 8 * DIMS + 64 + t % 8] = w;
     }
 };
 
@@ -163,16 +167,15 @@ INLINE void value_steps(float (&acc)[TM][LANE_COLS], const float *p, const float
 }
 
 /* The sums over each half's positions, of dimensions dim .. dim + 71. */
-INLINE void half_sums(float (&acc)[TM][LANE_COLS], const full_attention_args &a, const full_shared &b, const full_place &at,
-                      int dim)
+INLINE void half_sums(float (&acc)[TM][LANE_COLS], const full_attention_args &a, const full_shared &b, int begin, int dim)
 {
     unsigned t = thread_index();
-    int half = (int)(t / GROUP), count = at.count - half * HALF, dims = (int)a.head_dim - dim;
-    const float *from = a.v + (int64_t)(at.begin + half * HALF) * a.stride + (blockIdx.y * (int)a.head_dim + dim);
+    int half = (int)(t / GROUP), count = full_count(b, begin) - half * HALF, dims = (int)a.head_dim - dim;
+    const float *from = a.v + (int64_t)(begin + half * HALF) * a.stride + (blockIdx.y * (int)a.head_dim + dim);
     const float *p = b.score + half * HALF * SCORE_LD + value_row(t);
     float *slice = b.value + half * GROUP_SLICE;
     const float *v = slice + 2 * value_lane(t), *last = slice + 64 + value_lane(t);
-    bool works = (int)(t / 32 % 4) * (LM * TM) < at.rows;
+    bool works = (int)(t / 32 % 4) * (LM * TM) < full_rows(b);
     full_values next;
     next.fetch(from, (int)a.stride, 0, count, dims);
     next.stash(slice);
@@ -182,7 +185,7 @@ INLINE void half_sums(float (&acc)[TM][LANE_COLS], const full_attention_args &a,
         for (int j = 0; j < LANE_COLS; j++)
             acc[i][j] = 0.0f;
     __syncthreads();
-    int end = min_of(at.count, (int)HALF);
+    int end = min_of(full_count(b, begin), (int)HALF);
 #pragma unroll 1
     for (int k = 0, buffer = 0; k < end; k += DEPTH, buffer ^= VALUES) {
         if (k + DEPTH < end)
@@ -214,24 +217,30 @@ INLINE void exchange(float (&acc)[TM][LANE_COLS], float *shared)
     }
 }
 
-/* o = (o * c + sums) * f */
-INLINE void full_store(const float (&acc)[TM][LANE_COLS], const full_attention_args &a, const full_shared &b,
-                       const full_place &at, int dim)
+/* o = (o * c + sum) * f */
+INLINE void full_store_pair(float *o, float x, float y, float c, float f, bool begins)
+{
+    float2 old = begins ? make_float2(0.0f, 0.0f) : *(const float2 *)o;
+    *(float2 *)o = begins ? make_float2(x * f, y * f) : make_float2(fmaf(old.x, c, x) * f, fmaf(old.y, c, y) * f);
+}
+
+INLINE void full_store(const float (&acc)[TM][LANE_COLS], const full_attention_args &a, const full_shared &b, int begin, int dim)
 {
     unsigned t = thread_index();
-    int row = value_row(t) + (t >= GROUP ? row_step(2) : 0), lane = value_lane(t);
+    int row = value_row(t) + (t >= GROUP ? row_step(2) : 0), lane = value_lane(t), left = (int)a.head_dim - dim;
+    bool begins = begin == b.tile[1];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        if (row + i >= at.rows)
+        if (row + i >= full_rows(b))
             continue;
         float c = b.c[row + i], f = b.f[row + i];
-        float *o = a.o + ((int64_t)(at.first + row + i) * a.heads + blockIdx.y) * a.head_dim + dim;
+        float *o = a.o + ((int64_t)(b.tile[0] + row + i) * a.heads + blockIdx.y) * a.head_dim + dim;
 #pragma unroll
-        for (int j = 0; j < LANE_COLS; j++) {
-            int column = j < LANE_COLS - 1 ? 2 * lane + 8 * (j - j % 2) + j % 2 : 64 + lane;
-            if (dim + column < a.head_dim)
-                o[column] = (at.is_first ? acc[i][j] : fmaf(o[column], c, acc[i][j])) * f;
-        }
+        for (int j = 0; j < LANE_COLS - 1; j += 2)
+            if (2 * lane + 8 * j < left)
+                full_store_pair(o + 2 * lane + 8 * j, acc[i][j], acc[i][j + 1], c, f, begins);
+        if (64 + lane < left)
+            o[64 + lane] = (begins ? acc[i][LANE_COLS - 1] : fmaf(o[64 + lane], c, acc[i][LANE_COLS - 1])) * f;
     }
 }
 
@@ -240,25 +249,21 @@ extern "C" __global__ __launch_bounds__(THREADS) void full_attention(full_attent
 {
     __shared__ float4 score[COLS * SCORE_LD / 4], value[2 * VALUES / 4];
     __shared__ float top[PARTS * ROWS], sum[PARTS * ROWS], m[ROWS], l[ROWS], c[ROWS], f[ROWS];
-    full_shared b = {(float *)score, (float *)value, top, sum, m, l, c, f};
-    const int32_t *tile = a.tiles + 3 * blockIdx.x;
-    int end = tile[2];
-    full_place at;
-    at.first = tile[0];
-    at.rows = min_of(end - at.first, (int)ROWS);
+    __shared__ int tile[3];
+    full_shared b = {(float *)score, (float *)value, top, sum, m, l, c, f, tile};
+    if (threadIdx.x < 3)
+        tile[threadIdx.x] = a.tiles[3 * blockIdx.x + threadIdx.x];
+    __syncthreads();
 #pragma unroll 1
-    for (at.begin = tile[1]; at.begin < end; at.begin += COLS) {
-        at.count = min_of(end - at.begin, (int)COLS);
-        at.is_first = at.begin == tile[1];
-        at.is_last = at.begin + COLS >= end;
-        full_scores(a, b, at);
-        full_softmax(b, at);
+    for (int begin = tile[1]; begin < tile[2]; begin += COLS) {
+        full_scores(a, b, begin);
+        full_softmax(b, begin);
 #pragma unroll 1
         for (int dim = 0; dim < a.head_dim; dim += DIMS) {
             float acc[TM][LANE_COLS];
-            half_sums(acc, a, b, at, dim);
+            half_sums(acc, a, b, unknown(begin), dim);
             exchange(acc, b.value);
-            full_store(acc, a, b, at, dim);
+            full_store(acc, a, b, unknown(begin), dim);
         }
     }
 }

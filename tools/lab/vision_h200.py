@@ -110,9 +110,10 @@ def encode(tower: GpuVision, what: str, patches: np.ndarray, grids: Grids, sgemm
     spans, work = device.end_trace(), flop(tower.config, grids)
     launches = sum(span.engine == "compute" for span in spans)
     computing = [sum(found.values()) - found["patches"] for found in stages]
-    print(f"{tower.config.family}, {what}, {len(patches)} patches, {tower.gemm}: {1e3 * median(seconds):.2f} ms on the host, device "
-          f"{1e3 * median(computing):.2f} ms for {work / 1e12:.3f} Tflop = {work / median(computing) / 1e12:.2f} Tflop/s = "
-          f"{work / median(computing) / sgemm:.1%} of sgemm; {launches} launches; peak {tower.ledger.peak} bytes", flush=True)
+    middle = median(computing)
+    print(f"{tower.config.family}, {what}, {len(patches)} patches, {tower.gemm}: {1e3 * median(seconds):.2f} ms on the host, "
+          f"device {1e3 * middle:.2f} ms for {work / 1e12:.3f} Tflop = {work / middle / 1e12:.2f} Tflop/s = "
+          f"{work / middle / sgemm:.1%} of sgemm; {launches} launches; peak {tower.ledger.peak} bytes", flush=True)
     print("  " + ", ".join(f"{name} {1e3 * median(s[name] for s in stages):.2f} ms" for name in stages[0]), flush=True)
     print_kernels(spans)
     return rows
