@@ -21,6 +21,7 @@ from fermi_engine.kernels.gpu import Device
 from fermi_engine.kernels.gpu_kernels import LARGE_TILE, SMALL_TILE, GpuKernels, OpenChunk, gdn_chunk_scratch
 from fermi_engine.kernels.sm20_attention import AttentionKernels, DeviceCache, DeviceExpertRows
 from fermi_engine.kernels.sm20_token import WIDE_ROWS, TokenKernels, argmax_work, attention_work
+from fermi_engine.kernels.sm20_vision import GELUS, VisionKernels, view_tiles
 from tests import strategies as draw
 from tests.strategies import Draws
 
@@ -274,10 +275,48 @@ def _token(bench: Bench, d: Draws) -> Arrays:
             "index": bench.get(index)}
 
 
+def _vision_rows(bench: Bench, d: Draws) -> Arrays:
+    """Row ops of the towers over rows that end inside a quad, one longer than a block."""
+    ops, found = VisionKernels(bench.device, bench.stream), {}
+    for rows, n in ((8, 53), (4, 1061)):
+        x, b = bench.put(d.normal(rows, n)), bench.put(d.normal(n))
+        out, mean, sums = bench.room(rows, n), bench.room(rows // 4, n), bench.put(d.normal(rows // 4, n))
+        ops.layer_norm(x, b, b, 1e-6, out)
+        ops.group_mean(x, mean)
+        ops.group_mean(x, sums, b)
+        found |= {f"norm {n}": bench.get(out), f"mean {n}": bench.get(mean), f"sums {n}": bench.get(sums)}
+        for kind in GELUS:
+            for bias in (None, b):
+                ops.gelu(kind, x, out, bias)
+                found[f"{kind} {n} {bias is None}"] = bench.get(out)
+        ops.add_bias(x, b)
+        ops.add_bias_residual(x, out, b)
+        table, taps = bench.put(d.normal(7, n)), bench.put(d.integers(0, 7, rows, 4).astype(np.int32))
+        ops.add_positions(x, b, table, taps, bench.put(d.normal(rows, 4)))
+        ops.add_positions(x, b, table, bench.put(d.integers(0, 7, rows, 1).astype(np.int32)))
+        found[f"x {n}"] = bench.get(x)
+    qkv, angles = bench.put(d.normal(5, 3 * 2 * 24)), [bench.put(d.normal(5, 12)) for _ in "cs"]
+    ops.add_bias_rope(qkv, bench.put(d.normal(144)), *angles, 2)
+    return {**found, "rope": bench.get(qkv)}
+
+
+def _vision_attention(bench: Bench, d: Draws) -> Arrays:
+    """Views of one tile and of several, heads of a pass of dimensions and of two; windows of more heads than a pass."""
+    ops, found = VisionKernels(bench.device, bench.stream), {}
+    for heads, dim, lengths in ((2, 72, (5, 133, 4)), (1, 80, (67,)), (3, 8, (1,))):
+        qkv, out = bench.put(d.normal(sum(lengths), 3 * heads * dim)), bench.room(sum(lengths), heads * dim)
+        ops.full_attention(qkv, heads, bench.put(view_tiles(lengths)), dim**-0.5, out)
+        found[f"views {dim}"] = bench.get(out)
+    qkv, out = bench.put(d.normal(12, 3 * 9 * 72)), bench.room(12, 9 * 72)
+    ops.window_attention(qkv, 9, 72**-0.5, out)
+    return {**found, "windows": bench.get(out)}
+
+
 CASES: dict[str, Callable[[Bench, Draws], Arrays]] = {
     "selftest": _selftest, "gemm": _gemm, "grouped_gemm": _grouped_gemm, "gemv_rows": _gemv_rows, "rows": _rows,
     "attention": _attention, "routing": _routing, "norms": _norms, "elementwise": _elementwise, "conv": _conv, "rope": _rope,
     "delta_rule": _delta_rule, "token_products": _token_products, "token": _token,
+    "vision_rows": _vision_rows, "vision_attention": _vision_attention,
 }
 
 
