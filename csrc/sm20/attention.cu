@@ -61,7 +61,7 @@ INLINE void attention_scores(const attention_args &a, const attention_shared &b,
     bool works = warp_works(t, *b.rows, COLS);
     score_operands next;
     unsigned key_row = *b.cache + begin + min_of((int)t / 2, block_count(b, begin) - 1);
-    next.begin(t, b.place[t / 4], key_row, (unsigned)a.head_dim);
+    next.begin(t, b.place[t / 4], key_row * (unsigned)a.head_dim);
     next.fetch<0>(a.q, a.k_cache);
     next.stash(to_query, to_key);
     product_clear(acc);

@@ -20,11 +20,11 @@ struct score_operands {
     float2 q;
     float4 k;
 
-    /* query_row: where the thread's query is, in floats; its key is row `key_row` of `stride` floats. */
-    __device__ __forceinline__ void begin(unsigned t, unsigned query_row, unsigned key_row, unsigned stride)
+    /* Where the thread's query and key begin, in floats. */
+    __device__ __forceinline__ void begin(unsigned t, unsigned query_at, unsigned key_at)
     {
-        query = (query_row + t % 4 * 2) * 4;
-        key = (key_row * stride + t % 2 * 4) * 4;
+        query = (query_at + t % 4 * 2) * 4;
+        key = (key_at + t % 2 * 4) * 4;
     }
 
     template <int DIM> __device__ __forceinline__ void fetch(const float *queries, const float *keys)

@@ -39,8 +39,8 @@ INLINE void full_scores(const full_attention_args &a, const full_shared &b, int 
     bool works = warp_works(t, rows, count);
     score_operands next;
     next.begin(t, (unsigned)(b.tile[0] + min_of((int)t / 4, rows - 1)) * stride + head,
-               (unsigned)(begin + min_of((int)t / 2, count - 1)), stride);
-    next.fetch<0>(a.q, a.k + head);
+               (unsigned)(begin + min_of((int)t / 2, count - 1)) * stride + head);
+    next.fetch<0>(a.q, a.k);
     next.stash(to_query, to_key);
     product_clear(acc);
     __syncthreads();
@@ -48,7 +48,7 @@ INLINE void full_scores(const full_attention_args &a, const full_shared &b, int 
     for (int left = (int)a.head_dim / DEPTH, from = 0; left > 0; left--, from ^= SCORE_SLICE) {
         if (left > 1) {
             next.next(DEPTH);
-            next.fetch<0>(a.q, a.k + head);
+            next.fetch<0>(a.q, a.k);
         }
         if (works)
             product_steps<QUERY_LD, KEY_LD>(acc, x + from, w + from);
