@@ -190,11 +190,8 @@ class Engine:
         """The tower on the device that the text model is on, in the same ledger. Raises DeviceError."""
         from fermi_engine.gpu.vision import GpuVision
 
-        if self.gpu is None:
-            owner, evict = self.resident, None
-        else:
-            owner = self.gpu.owner()
-            evict = owner.evict
+        owner: Any = self.resident if self.gpu is None else self.gpu.owner()
+        evict = owner.spare if self.gpu is None else owner.evict
         return GpuVision(owner.device, self.pack, self.pack.vision, owner.ledger, owner.host, self.options.gemm, evict=evict)
 
     @cached_property

@@ -7,8 +7,8 @@ from tools.faults_kernels import Fault
 _SM20 = "csrc/sm20/"
 _PARTS, _TOWERS = "fermi_engine/model/gpu_vision.py", "fermi_engine/model/gpu_vision_towers.py"
 _OWNER = "fermi_engine/gpu/vision.py"
-_TEST = "test:tests/test_gpu_vision.py::"
-_BITS = f"{_TEST}test_views_have_the_same_bits_alone_among_others_and_in_any_batches"
+_TEST = "test:tests/test_gpu_vision_memory.py::"
+_BITS = "test:tests/test_gpu_vision.py::test_views_have_the_same_bits_alone_among_others_and_in_any_batches"
 
 KERNELS = (
     Fault("variance of the row itself, sm_20", f"{_SM20}layer_norm.cu", "add_squares(acc, centred(load_quad(x + i, n - i), mean,",

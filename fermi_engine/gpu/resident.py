@@ -156,6 +156,13 @@ class Resident:
         self._activations = self._alloc(Activations(self.config, block).nbytes, "activations")
         return block
 
+    def spare(self) -> None:
+        """Give back what only a prefill uses; none may be under way. The next one takes what there is then."""
+        if self._activations is not None:
+            self.device.synchronize()
+            self.ledger.free(self._activations)
+            self._activations = None
+
     # the timeline on the device
 
     def position(self, state: HybridState) -> int:

@@ -1,0 +1,245 @@
+"""Vision towers on the GPU: what memory they take, what they say where there is none, and where an engine encodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from fermi_engine import Engine, EngineConfig
+from fermi_engine.errors import ConfigError, DeviceError, DeviceMemoryError
+from fermi_engine.formats import FORMATS, Matrix
+from fermi_engine.gpu.stream import HostMemory
+from fermi_engine.gpu.vision import EXPANDED, WEIGHTS, GpuVision
+from fermi_engine.kernels.emulated import EmulatedDevice
+from fermi_engine.kernels.gpu import Device, open_device
+from fermi_engine.kernels.sm20_vision import view_tiles
+from fermi_engine.model import gpu_vision
+from fermi_engine.model.gpu_vision import VisionWeights
+from fermi_engine.placement import Ledger
+from fermi_engine.snapshots.prefix import NumericPath
+from fermi_engine.stages.device_run import DeviceRun
+from fermi_engine.vision.config import MINICPM, QWEN, VisionConfig, stored_shapes
+from fermi_engine.vision.plans import MiniCpmImages, QwenImages
+from tests.devices import on_devices
+from tests.gpu_vision_cases import Stored, on_gpu
+from tests.resident_cases import Hollow
+from tests.test_vision_model import FAMILIES, GRIDS, patches_of, run_reference, tower
+from tools.make_checkpoint import make_checkpoint
+
+families = pytest.mark.parametrize("family", FAMILIES)
+GIB = 1 << 30
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    on_devices(metafunc, "device", ("emulated",))
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    opened = open_device(request.param)
+    yield opened
+    opened.close()
+
+
+# memory and failures
+
+
+@families
+def test_little_memory_makes_more_batches_and_none_a_clear_line(family, device):
+    grids = GRIDS[family]
+    patches, model = patches_of(family, grids), on_gpu(family, device)
+    expected = model.forward(patches, grids)
+    assert set(model.ledger.held()) == {WEIGHTS}
+    one = on_gpu(family, device)
+    one.most_rows = 1
+    one.forward(patches, grids)
+    assert one.ledger.peak < model.ledger.peak
+    small = on_gpu(family, device, limit=one.ledger.peak)
+    assert np.array_equal(small.forward(patches, grids), expected)
+    assert small.last.batches > 1
+    assert small.ledger.peak <= one.ledger.peak
+    for limit, what in ((one.ledger.peak - 256, "vision activations"), (1 << 10, "vision weights")):
+        tight = on_gpu(family, device, limit=limit)
+        with pytest.raises(DeviceMemoryError, match=rf"{what} take \d+ bytes .* encode images on the CPU with --vision cpu$"):
+            tight.forward(patches, grids)
+        assert tight.ledger.held().keys() <= {WEIGHTS}
+
+
+def test_weights_are_copied_once_and_again_where_they_are_gone(device):
+    patches, grids, model = patches_of(QWEN, GRIDS[QWEN]), GRIDS[QWEN], on_gpu(QWEN, device)
+    expected = model.forward(patches, grids)
+    copied = model.host.copied_bytes
+    assert np.array_equal(model.forward(patches, grids), expected)
+    assert model.host.copied_bytes == copied + patches.nbytes
+    for gone in (model.release, lambda: model.ledger.settle({})):
+        gone()
+        assert model.ledger.used == 0
+        assert np.array_equal(model.forward(patches, grids), expected)
+
+
+def test_what_else_the_ledger_holds_makes_room(device):
+    patches, grids, model = patches_of(QWEN, GRIDS[QWEN]), GRIDS[QWEN], on_gpu(QWEN, device)
+    expected = model.forward(patches, grids)
+    config, arrays, _ = tower(QWEN)
+    one = on_gpu(QWEN, device)
+    one.most_rows = 1
+    one.forward(patches, grids)
+    ledger = Ledger(device, one.ledger.peak)
+    ledger.alloc(1 << 12, "somebody's")
+    beside = GpuVision(device, Stored(config, arrays), config, ledger, HostMemory(device, lambda text: None), "own",
+                       evict=lambda: ledger.settle({}))
+    assert np.array_equal(beside.forward(patches, grids), expected)
+    assert set(ledger.held()) == {WEIGHTS}
+
+
+def test_a_failure_leaves_no_memory_behind_and_the_next_encode_goes_well():
+    patches, grids, device = patches_of(MINICPM, GRIDS[MINICPM]), GRIDS[MINICPM], EmulatedDevice()
+    model = on_gpu(MINICPM, device)
+    expected = model.forward(patches, grids)
+    for kind, nth in (("alloc", 1), ("alloc", 2), ("copy", 3)):
+        device.faults.fail(kind, nth)
+        with pytest.raises(DeviceError):
+            model.forward(patches, grids)
+        assert model.ledger.held().keys() <= {WEIGHTS}
+        if kind == "copy":
+            device.close()
+            device = EmulatedDevice()
+            model = on_gpu(MINICPM, device)
+        assert np.array_equal(model.forward(patches, grids), expected)
+    device.close()
+
+
+def test_towers_that_the_kernels_cannot_run_are_refused(device):
+    config, arrays, _ = tower(QWEN, hidden=24)
+    host = HostMemory(device, lambda text: None)
+    odd = dataclasses.replace(config, num_attention_heads=6)
+    with pytest.raises(DeviceError, match="heads of 4, expected a multiple of 8, or run with --vision cpu"):
+        GpuVision(device, Stored(config, arrays), odd, Ledger(device), host, "own")
+
+    class Halves(Stored):
+        def matrix(self, name: str) -> Matrix:
+            return Matrix.from_f32(self.arrays[name].reshape(len(self.arrays[name]), -1), "f16")
+
+    with pytest.raises(DeviceError, match="stored as f16; convert the checkpoint"):
+        GpuVision(device, Halves(dataclasses.replace(config, intermediate_size=52), arrays), config, Ledger(device), host, "own")
+
+
+# the real sizes
+
+
+def real_config(family: str) -> VisionConfig:
+    if family == QWEN:
+        return VisionConfig(QWEN, 27, 1152, 4304, 16, 16, 2, 2048, 48, 1e-6, -1, 9, QwenImages())
+    return VisionConfig(MINICPM, 27, 1152, 4304, 16, 14, 1, 1024, 70, 1e-6, 6, 9, MiniCpmImages())
+
+
+class Unread:
+    """Weights in memory that the system has not given yet: zeros, never touched."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        self._shapes = stored_shapes(config)
+
+    def vector(self, name: str) -> np.ndarray:
+        return np.zeros(self._shapes[name], np.float32)
+
+    def matrix(self, name: str) -> Matrix:
+        return Matrix("f32", *self._shapes[name], np.zeros(FORMATS["f32"].stored_shape(*self._shapes[name]), np.uint8))
+
+
+@pytest.mark.parametrize(("family", "grids"), [(MINICPM, [(32, 32)] * 10), (QWEN, [(64, 64)])])
+def test_the_real_tower_fits_beside_the_resident_model(family, grids, monkeypatch):
+    """6 GiB, of which text weights take 0.86 GB, keys and values of 10k tokens and the rest of the text model a gigabyte more."""
+    config, device = real_config(family), Hollow(6 * GIB)
+    ledger = Ledger(device)
+    ledger.alloc(2 * GIB, "text model")
+    host = HostMemory(device, lambda text: None)
+    monkeypatch.setattr(host, "copy", lambda *_: None)
+    model = GpuVision(device, Unread(config), config, ledger, host, "own")
+    model._tell = lambda marks: None
+    weights = VisionWeights(Unread(config), config).nbytes
+    patches = np.zeros((sum(height * width for height, width in grids), config.patch_width), np.float32)
+    model.forward(patches, grids)
+    assert model.last.batches == 1
+    print(f"{family}: weights {weights}, peak {ledger.peak - 2 * GIB} bytes")
+    assert ledger.peak < 6 * GIB
+    if family == MINICPM:
+        assert weights < 2.2e9
+
+
+# in the engine
+
+
+@functools.cache
+def images(count: int) -> tuple[np.ndarray, ...]:
+    draw = np.random.default_rng(4)
+    return tuple(draw.integers(0, 256, (70 + 10 * i, 50, 3)).astype(np.uint8) for i in range(count))
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory) -> dict[str, Engine]:
+    """Small models with towers, on the CPU with float32 activations."""
+    made = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FERMI_CACHE", str(tmp_path_factory.mktemp("cache")))
+        for name, options in (("minicpm", {"family": "minicpm", "tied": True}), ("moe", {"experts": 4, "experts_per_tok": 2})):
+            directory = make_checkpoint(tmp_path_factory.mktemp(name), seed=6, layers=4, key_dim=32, **options)
+            made[name] = Engine.load(directory, format="q8_0", config=EngineConfig(activations="f32", threads=1))
+    return made
+
+
+@pytest.mark.parametrize(("name", "way"), [("minicpm", {"decode": "gpu"}), ("moe", {"prefill": "gpu"})])
+def test_the_engine_encodes_where_it_is_told(seeing, name, way):
+    """On the device of the text model and in its ledger; --vision cpu gives the CPU's bits, and another numeric path."""
+    cpu = seeing[name]
+    given = {"activations": "f32", "threads": 1, "device": "emulated", "gemm": "own", **way}
+    gpu, beside = (Engine(cpu.pack, EngineConfig(vision=vision, **given)) for vision in ("auto", "cpu"))
+    for pixels in images(2):
+        image = cpu.vision.prepare(pixels)
+        mine, theirs = gpu.vision.encode(image), cpu.vision.encode(image)
+        assert np.array_equal(beside.vision.encode(image), theirs)
+        assert not np.array_equal(mine, theirs)
+        assert np.linalg.norm(mine - theirs) < 1e-5 * np.linalg.norm(theirs)
+    owner = gpu.resident if name == "minicpm" else gpu.gpu.owner()
+    assert gpu.vision.tower.ledger is owner.ledger
+    assert WEIGHTS in owner.ledger.held()
+    line = gpu.vision.encoded.line()
+    assert "images encoded: 2 in" in line
+    assert "on the GPU: patches" in line
+    paths = {NumericPath.of("seal", engine.options).prefill for engine in (gpu, beside, cpu)}
+    assert len(paths) == 3
+
+
+def test_activations_of_a_prefill_make_room_for_the_next_image(seeing):
+    """And the next prefill takes what is left then: the same logits."""
+    cpu = seeing["minicpm"]
+    engine = Engine(cpu.pack, EngineConfig(decode="gpu", device="emulated", gemm="own", threads=1))
+    image, ids = cpu.vision.prepare(images(1)[0]), np.arange(300, dtype=np.int32) % 200
+    rows, logits = engine.vision.encode(image), engine.session().prefill(ids)
+    ledger = engine.resident.ledger
+    assert "activations" in ledger.held()
+    ledger.limit = ledger.used
+    assert np.array_equal(engine.vision.encode(image), rows)
+    assert "activations" not in ledger.held()
+    assert np.array_equal(engine.session().prefill(ids), logits)
+
+
+def test_an_engine_without_room_for_the_tower_says_what_to_do(seeing):
+    cpu = seeing["moe"]
+    engine = Engine(cpu.pack, EngineConfig(prefill="gpu", device="emulated", vram=1 << 12, threads=1))
+    with pytest.raises(DeviceMemoryError, match=r"^vision weights take .* --vision cpu$"):
+        engine.vision.encode(cpu.vision.prepare(images(1)[0]))
+
+
+def test_options_that_make_no_sense_are_refused():
+    with pytest.raises(ConfigError, match="vision = 'gpu' where the GPU neither decodes nor prefills"):
+        EngineConfig(vision="gpu")
+    with pytest.raises(ConfigError, match="vision = 'tpu'; choose 'cpu', 'gpu' or 'auto'"):
+        EngineConfig(vision="tpu")
+    assert EngineConfig(prefill="auto", vision="gpu").is_vision_on_gpu
+    assert not EngineConfig(prefill="auto").is_vision_on_gpu
