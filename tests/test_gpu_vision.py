@@ -15,7 +15,7 @@ from fermi_engine import Engine, EngineConfig
 from fermi_engine.errors import ConfigError, DeviceError, DeviceMemoryError
 from fermi_engine.formats import FORMATS, Matrix
 from fermi_engine.gpu.stream import HostMemory
-from fermi_engine.gpu.vision import EXPANDED, WEIGHTS, GpuVision
+from fermi_engine.gpu.vision import WEIGHTS, GpuVision
 from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.kernels.gpu import Device, open_device
 from fermi_engine.kernels.sm20_vision import view_tiles
@@ -27,13 +27,11 @@ from fermi_engine.stages.device_run import DeviceRun
 from fermi_engine.vision.config import MINICPM, QWEN, VisionConfig, stored_shapes
 from fermi_engine.vision.plans import MiniCpmImages, QwenImages
 from tests.devices import on_devices
-from tests.gpu_vision_cases import Stored, on_gpu
+from tests.gpu_vision_cases import FAMILIES, GRIDS, expected, on_gpu, patches_of, quantised, tower
 from tests.resident_cases import Hollow
-from tests.test_vision_model import FAMILIES, GRIDS, patches_of, run_reference, tower
 from tools.make_checkpoint import make_checkpoint
 
 families = pytest.mark.parametrize("family", FAMILIES)
-Q8_0 = FORMATS["q8_0"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -55,13 +53,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 def test_error_is_at_most_twice_that_of_torch(family, device, gemm):
     """|error| over all embeddings, which is no matter of luck as the largest of few is; and no element errs by more than is
     published of one image, 1.4e-5, not to speak of 1.2e-4 of several."""
-    _, _, truth = tower(family)
-    single, model = truth.to(torch.float32), on_gpu(family, device, gemm=gemm)
+    model = on_gpu(family, device, gemm=gemm)
     for grids in (GRIDS[family], [GRIDS[family][0]]):
         patches = patches_of(family, grids)
-        exact = run_reference(truth, patches, grids, family).numpy()
-        theirs = run_reference(single, patches, grids, family).numpy() - exact
-        ours = model.forward(patches, grids) - exact
+        exact, single = (expected(family, patches, grids, dtype) for dtype in (torch.float64, torch.float32))
+        theirs, ours = single - exact, model.forward(patches, grids) - exact
         print(f"{family} {grids}: largest error {np.abs(ours).max():.1e}, torch {np.abs(theirs).max():.1e}; "
               f"norms {np.linalg.norm(ours):.1e}, {np.linalg.norm(theirs):.1e}")
         assert np.linalg.norm(ours) <= 2 * np.linalg.norm(theirs)
@@ -71,31 +67,24 @@ def test_error_is_at_most_twice_that_of_torch(family, device, gemm):
 @families
 def test_every_stage_meets_the_reference(family, device):
     """By the names of the CPU's traces."""
-    config, _, truth = tower(family)
-    patches, seen, expected = patches_of(family, GRIDS[family]), {}, {}
+    patches, seen, known = patches_of(family, GRIDS[family]), {}, {}
     on_gpu(family, device).forward(patches, GRIDS[family], seen.__setitem__)
-    more = () if family == QWEN else (config.images.downsample_mode,)
-    truth.forward(torch.from_numpy(patches), GRIDS[family], *more, expected.__setitem__)
-    assert list(seen) == list(expected)
-    for name, value in expected.items():
+    expected(family, patches, GRIDS[family], torch.float64, trace=known.__setitem__)
+    assert list(seen) == list(known)
+    for name, value in known.items():
         assert np.abs(seen[name] - value.numpy()).max() < 1e-4, name
 
 
 @pytest.mark.parametrize("gemm", ["own", "vendor"])
 @families
 def test_quantised_towers_are_the_reference_on_the_same_values(family, device, gemm):
-    _, arrays, truth = tower(family, hidden=32, mlp=64)
-    prefix, values = "visual." if family == QWEN else "", dict(truth.params)
-    for name, weight in arrays.items():
-        flat = weight.reshape(len(weight), -1)
-        if flat.ndim == 2 and flat.shape[1] % 32 == 0 and "norm" not in name and "pos" not in name and name.endswith("weight"):
-            values[name.removeprefix(prefix)] = torch.from_numpy(Q8_0.dequantize(Q8_0.quantize(flat))).double()
-    plain, patches = type(truth)(truth.config, values), patches_of(family, GRIDS[family])
-    exact = run_reference(plain, patches, GRIDS[family], family).numpy()
-    theirs = np.linalg.norm(run_reference(plain.to(torch.float32), patches, GRIDS[family], family).numpy() - exact)
-    model = on_gpu(family, device, True, gemm=gemm, hidden=32, mlp=64)
-    assert np.linalg.norm(model.forward(patches, GRIDS[family]) - exact) <= 2 * theirs
-    assert (EXPANDED in model.ledger.held()) is False  # scratch is no longer there than an encode
+    patches, grids = patches_of(family, GRIDS[family]), GRIDS[family]
+    stored, values = quantised(tower(family, heads=4, mlp=64)[1])
+    exact, single = (expected(family, patches, grids, dtype, values) for dtype in (torch.float64, torch.float32))
+    model = on_gpu(family, device, gemm=gemm, arrays=stored, heads=4, mlp=64)
+    error = np.linalg.norm(model.forward(patches, grids) - exact)
+    assert error <= 2 * np.linalg.norm(single - exact)
+    assert model.ledger.held().keys() == {WEIGHTS}  # scratch is there for no longer than an encode
 
 
 # the same bits

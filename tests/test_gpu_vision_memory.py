@@ -23,13 +23,13 @@ from fermi_engine.model import gpu_vision
 from fermi_engine.model.gpu_vision import VisionWeights
 from fermi_engine.placement import Ledger
 from fermi_engine.snapshots.prefix import NumericPath
+from fermi_engine.stages.array_weights import ArrayTensors
 from fermi_engine.stages.device_run import DeviceRun
 from fermi_engine.vision.config import MINICPM, QWEN, VisionConfig, stored_shapes
 from fermi_engine.vision.plans import MiniCpmImages, QwenImages
 from tests.devices import on_devices
-from tests.gpu_vision_cases import Stored, on_gpu
+from tests.gpu_vision_cases import FAMILIES, GRIDS, expected, on_gpu, patches_of, quantised, tower
 from tests.resident_cases import Hollow
-from tests.test_vision_model import FAMILIES, GRIDS, patches_of, run_reference, tower
 from tools.make_checkpoint import make_checkpoint
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -86,13 +86,13 @@ def test_weights_are_copied_once_and_again_where_they_are_gone(device):
 def test_what_else_the_ledger_holds_makes_room(device):
     patches, grids, model = patches_of(QWEN, GRIDS[QWEN]), GRIDS[QWEN], on_gpu(QWEN, device)
     expected = model.forward(patches, grids)
-    config, arrays, _ = tower(QWEN)
+    config, arrays = tower(QWEN)
     one = on_gpu(QWEN, device)
     one.most_rows = 1
     one.forward(patches, grids)
     ledger = Ledger(device, one.ledger.peak)
     ledger.alloc(1 << 12, "somebody's")
-    beside = GpuVision(device, Stored(config, arrays), config, ledger, HostMemory(device, lambda text: None), "own",
+    beside = GpuVision(device, ArrayTensors(arrays), config, ledger, HostMemory(device, lambda text: None), "own",
                        evict=lambda: ledger.settle({}))
     assert np.array_equal(beside.forward(patches, grids), expected)
     assert set(ledger.held()) == {WEIGHTS}
@@ -116,18 +116,18 @@ def test_a_failure_leaves_no_memory_behind_and_the_next_encode_goes_well():
 
 
 def test_towers_that_the_kernels_cannot_run_are_refused(device):
-    config, arrays, _ = tower(QWEN, hidden=24)
+    config, arrays = tower(QWEN)
     host = HostMemory(device, lambda text: None)
     odd = dataclasses.replace(config, num_attention_heads=6)
     with pytest.raises(DeviceError, match="heads of 4, expected a multiple of 8, or run with --vision cpu"):
-        GpuVision(device, Stored(config, arrays), odd, Ledger(device), host, "own")
+        GpuVision(device, ArrayTensors(arrays), odd, Ledger(device), host, "own")
 
-    class Halves(Stored):
+    class Halves(ArrayTensors):
         def matrix(self, name: str) -> Matrix:
-            return Matrix.from_f32(self.arrays[name].reshape(len(self.arrays[name]), -1), "f16")
+            return Matrix.from_f32(arrays[name], "f16")
 
     with pytest.raises(DeviceError, match="stored as f16; convert the checkpoint"):
-        GpuVision(device, Halves(dataclasses.replace(config, intermediate_size=52), arrays), config, Ledger(device), host, "own")
+        GpuVision(device, Halves(arrays), config, Ledger(device), host, "own")
 
 
 # the real sizes
