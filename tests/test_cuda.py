@@ -26,7 +26,7 @@ DRIVER_NAMES = {
     "Event": "cuEventCreate, cuEventRecord, cuEventSynchronize, cuEventElapsedTime", "memset_d8_async": "cuMemsetD8Async",
     "memcpy_htod_async": "cuMemcpyHtoDAsync", "memcpy_dtoh_async": "cuMemcpyDtoHAsync",
     "memcpy_dtod_async": "cuMemcpyDtoDAsync", "module_from_buffer": "cuModuleLoadDataEx, cuModuleGetFunction, cuLaunchKernel",
-    "Error": "", "MemoryError": "",
+    "jit_option": "options of cuModuleLoadDataEx", "Error": "", "MemoryError": "",
 }
 
 

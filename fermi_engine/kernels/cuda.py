@@ -23,6 +23,7 @@ from fermi_engine.kernels.gpu import DeviceBuffer, Dim, Recording, Span, Work
 RECIPE = ("install it with `pip install pycuda`; on a Fermi card with driver 390: CUDA 8.0, gcc 5, and pycuda built from source "
           "without curand (README, GPU)")
 FLOOR = (2, 0)
+REGISTERS = 64  # of a thread, by whose number kernels are laid out; Fermi cards have 63
 REFUSALS = {1: "invalid value", 2: "out of memory", 304: "operating system call failed", 712: "page-locked already",
             801: "not supported"}  # of cuMemHostRegister, for want of memory or permission
 MAX_OPERATION = 1 << 30  # older pycuda takes the byte counts of memset and device copies as 32 bits
@@ -233,7 +234,7 @@ class CudaDevice(CheckedDevice):
             if entry.op not in self._modules:
                 image = ptx.image(entry.op, fermi=self.compute_capability[0] == 2)
                 with self.checked(f"loading op {entry.op!r} ({image.origin}) on {self.name}"):
-                    self._modules[entry.op] = self.driver.module_from_buffer(image.data)
+                    self._modules[entry.op] = self.driver.module_from_buffer(image.data, self._compiled_with())
                 self._origins[entry.op] = image.origin
             with self.checked(f"looking up {entry.name} in op {entry.op!r}"):
                 function = self._modules[entry.op].get_function(entry.name)
@@ -241,6 +242,11 @@ class CudaDevice(CheckedDevice):
                 needs = int(function.shared_size_bytes), int(function.max_threads_per_block)
             self._functions[entry.name] = function, needs
         return self._functions[entry.name]
+
+    def _compiled_with(self) -> list[tuple[Any, int]]:
+        """What the driver's compiler is told: a kernel without launch bounds gets no more registers than the old cards have, so
+        that as many of its blocks fit on a multiprocessor as it was laid out for. Launch bounds leave it free."""
+        return [] if self.compute_capability[0] == FLOOR[0] else [(self.driver.jit_option.MAX_REGISTERS, REGISTERS)]
 
     def _needs(self, entry: sm20.Entry) -> tuple[int, int]:
         return self._function(entry)[1]
