@@ -180,6 +180,6 @@ GPU_ORACLES: dict[str, Oracle] = {
                          "ratio": st.integers(1, 3), "dk": _dims, "dv": _dims, "column": st.integers(0, 3),
                          "edge": st.sampled_from(("keep", "forget", *draw.EDGES)),
                          "cuts": st.sampled_from(((), (1,), (2, 64), (63, 65), (60, 128)))},
-        {"tokens": 133, "k_heads": 1, "ratio": 2, "dk": 32, "dv": 32, "column": 1, "edge": "plain", "cuts": (3,)},
+        {"tokens": 133, "k_heads": 1, "ratio": 2, "dk": 96, "dv": 32, "column": 1, "edge": "plain", "cuts": (3,)},
         _chunked),
 }

@@ -5,6 +5,7 @@
 #define LDM (CHUNK + 1)
 #define CORNER 16
 #define LDZ (2 * CORNER + 1)
+#define HALF 16 /* steps of the two that a stage has room for: one is multiplied while the next is on its way */
 #define LOWEST -128.0f /* of g: exp is 0 from -104 down, also after such a token; keeps sums of g finite */
 
 /* A warp's lanes stand 4 high and 8 wide; a lane has pairs of rows, and four columns in pairs 16 apart. The lowest lane
@@ -53,29 +54,29 @@ INLINE void add_steps(float (&acc)[8][4], const float *x, const float *y)
 INLINE void multiply_keys(float (&acc)[8][4], const gdn_chunk_args &a, float *stage, int chunk, int key_head, int rows,
                           int cols, bool works)
 {
-    int t = (int)threadIdx.x, row = t / 2, part = t % 2 * 4, at = chunk * CHUNK + row % CHUNK;
+    int t = (int)threadIdx.x, row = t / 2, part = t % 2 * 4, at = chunk * CHUNK + row % CHUNK, now = 0;
     const float *source = row < CHUNK ? key_row(a, at, key_head) : query_row(a, at, key_head);
     const float *x = stage + rows + lane_row(t), *y = stage + cols + lane_col(t);
     float *to = stage + part * LD + row;
     source += part;
+    float4 first = read_quad(source), second = read_quad(source + 8);
 #pragma unroll 1
-    for (int left = (int)a.dk; left > 0; left -= STAGE) {
-        float4 next[STAGE / 8];
-#pragma unroll
-        for (int i = 0; i < STAGE / 8; i++)
-            next[i] = *(const float4 *)(source + 8 * i);
-        source += STAGE;
-#pragma unroll
-        for (int i = 0; i < STAGE / 8; i++)
-            stash_transposed(to + 8 * i * LD, LD, next[i]);
+    for (int left = (int)a.dk; left > 0; left -= HALF, now = HALF * LD - now) {
+        stash_transposed(to + now, LD, first);
+        stash_transposed(to + now + 8 * LD, LD, second);
         __syncthreads();
+        source += HALF;
+        if (left > HALF) {
+            first = read_quad(source);
+            second = read_quad(source + 8);
+        }
         if (works) {
 #pragma unroll 2
-            for (int k = 0; k < STAGE; k += 4)
-                add_steps(acc, x + k * LD, y + k * LD);
+            for (int k = 0; k < HALF; k += 4)
+                add_steps(acc, x + now + k * LD, y + now + k * LD);
         }
-        __syncthreads();
     }
+    __syncthreads();
 }
 
 /* Sums of g since the chunk's begin, in double: differences of them are small, the sums may be far larger. A sum is that

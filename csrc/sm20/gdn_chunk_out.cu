@@ -78,8 +78,8 @@ INLINE void carry_rows(const gdn_chunk_args &a, int head, int key_head)
     }
 }
 
-/* o = exp(c) (q S) + A V; behind the last chunk, what the next call carries. */
-extern "C" __global__ __launch_bounds__(THREADS) void gdn_chunk_out(gdn_chunk_args a)
+/* o = exp(c) (q S) + A V; behind the last chunk, what the next call carries. Without launch bounds: see gdn_chunk_pass. */
+extern "C" __global__ void gdn_chunk_out(gdn_chunk_args a)
 {
     __shared__ float4 left[STAGE * LDQ / 4], right[STAGE * COLS / 4];
     float *x = (float *)left, *y = (float *)right, acc[TM][TN];

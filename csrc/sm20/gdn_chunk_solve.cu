@@ -66,8 +66,8 @@ INLINE void store_keys(const float (&acc)[TM][TN], float *keys, int width)
                     make_float2(acc[i][j], acc[i + 1][j]);
 }
 
-/* blockIdx.z: 0 for U = T (beta v), 1 for W = T (beta exp(c) k). */
-extern "C" __global__ __launch_bounds__(THREADS) void gdn_chunk_solve(gdn_chunk_args a)
+/* blockIdx.z: 0 for U = T (beta v), 1 for W = T (beta exp(c) k). Without launch bounds: see gdn_chunk_pass. */
+extern "C" __global__ void gdn_chunk_solve(gdn_chunk_args a)
 {
     __shared__ float4 triangle[STAGE * ROWS / 4], rows[STAGE * COLS / 4];
     int chunk = (int)a.first_chunk + (int)blockIdx.x, head = (int)blockIdx.y;

@@ -321,18 +321,18 @@ ENTRY(gdn_step, gdn_step, gdn_step_args)
  * D_ij = exp(c_i - c_j):
  *   T = (I + strict_lower(beta_i k_i.k_j D_ij))^-1,  A = lower(q_i.k_j D_ij),
  *   U = T (beta v),  W = T (beta exp(c_i) k),
- *   V = ((U - P_3) - P_1) - (P_0 + P_2),  o = exp(c_i) q S + A V,
- *   S = (exp(c_63) S + Q_1) + Q_0,
- * where P_n is the sum W S over the k with k / 8 % 4 = n, and Q_n that of (exp(c_63 - c_j) k_j) (x) V_j over the j with
- * j / 8 % 2 = n. Every sum is one chain of fmaf in rising order of its index, but for T: corners of 16 rows by forward
- * substitution, joined to 32 and 64 as -C' (B A'). That of A V begins with exp(c_i) q S; exp(c_63) S + Q_1 is one fmaf.
+ *   V = U - (((P_0 + P_4) + (P_1 + P_5)) + ((P_2 + P_6) + (P_3 + P_7))),  o = exp(c_i) q S + A V,
+ *   S = (exp(c_63) S + Q_3) + ((Q_0 + Q_1) + Q_2),
+ * where P_n is the sum W S over the k with k / 8 % 8 = n, and Q_n that of (exp(c_63 - c_j) k_j) (x) V_j over the j with
+ * j / 8 % 4 = n. Every sum is one chain of fmaf in rising order of its index, but for T: corners of 16 rows by forward
+ * substitution, joined to 32 and 64 as -C' (B A'). That of A V begins with exp(c_i) q S; exp(c_63) S + Q_3 is one fmaf.
  * Only S goes from chunk to chunk.
  *
  * Four kernels, in this order, as often as `scratch` makes it necessary, each time over the next `chunks` of the
  * ceil((open + tokens) / 64) there are, `first_chunk` on:
  *   gdn_chunk_intra  grid (chunks, k_heads), block 256: T, A, exp(c_i), exp(c_63 - c_i) and beta into scratch
  *   gdn_chunk_solve  grid (chunks, v_heads, 2), block 256: U, W and exp(c_63 - c_j) k_j
- *   gdn_chunk_pass   grid (dv / 16, v_heads), block 256: V, the state that each chunk begins with; state = that at the
+ *   gdn_chunk_pass   grid (dv / 16, v_heads), block 512: V, the state that each chunk begins with; state = that at the
  *                    last boundary now reached; final_state, unless NULL, = that after the last of these rows
  *   gdn_chunk_out    grid (chunks, v_heads), block 256: o; rows of the chunk that is open at the end into open_*
  * dk and dv are multiples of 32 up to 128, v_heads of k_heads; v_stride a multiple of 4; q, k, v, open_k, open_v, the

@@ -19,11 +19,11 @@ BLOCK = 256  # threads of the kernels that walk rows
 MAX_GRID = 65535
 CHUNK = 64  # tokens of the chunked delta rule, at absolute positions
 SLAB = 32  # value columns of a block of the delta rule
-PASS_SLAB = 16  # of a block of the chunked rule's pass
+PASS_SLAB, PASS_BLOCK = 16, 512  # value columns and threads of a block of the chunked rule's pass
 MAX_DIM = 128  # of a head of the delta rule
 # GDN_CHUNK_SCRATCH of ops.h: floats per chunk and value head.
 SCRATCH_FLOATS = CHUNK * CHUNK + 3 * CHUNK + 3 * CHUNK * MAX_DIM + MAX_DIM * MAX_DIM
-CHUNKS_AT_ONCE = 16  # of gdn_chunk by default, which bounds its scratch: 93 MB with 32 value heads
+HEADS_AT_ONCE = 512  # chunks times value heads of gdn_chunk by default, which bounds its scratch: 93 MB
 # Of a product: rows and columns of a tile, threads.
 LARGE_TILE, SMALL_TILE, ANY_TILE = (64, 128, 256), (32, 64, 128), (64, 64, 256)
 SMALL_TILE_COST = 1.15  # of an element, where one in a large tile costs 1
@@ -52,8 +52,10 @@ class OpenChunk:
                 "v": (rows, v_heads, value_dim), "g": (rows, v_heads), "beta": (rows, v_heads)}
 
 
-def gdn_chunk_scratch(tokens: int, open_tokens: int, v_heads: int, at_once: int = CHUNKS_AT_ONCE) -> int:
-    """Floats of scratch that gdn_chunk wants for so many new tokens after `open_tokens` carried ones."""
+def gdn_chunk_scratch(tokens: int, open_tokens: int, v_heads: int, at_once: int = 0) -> int:
+    """Floats of scratch that gdn_chunk wants for so many new tokens after `open_tokens` carried ones, `at_once` chunks at a time
+    (0: as many as HEADS_AT_ONCE allows)."""
+    at_once = at_once or max(1, HEADS_AT_ONCE // v_heads)
     return min(-(-(open_tokens + tokens) // CHUNK), at_once) * v_heads * SCRATCH_FLOATS
 
 
@@ -308,7 +310,7 @@ class GpuKernels:
         self._launch("gdn_chunk_intra", (chunks, args["k_heads"]), BLOCK, args, products, 4.0 * rows * heads * (dk + 2 * CHUNK))
         self._launch("gdn_chunk_solve", (chunks, heads, 2), BLOCK, args, triangle * (dk + dv),
                      4.0 * rows * heads * (2 * dk + 2 * dv + CHUNK))
-        self._launch("gdn_chunk_pass", (dv // PASS_SLAB, heads), BLOCK, args, 2 * wide,
+        self._launch("gdn_chunk_pass", (dv // PASS_SLAB, heads), PASS_BLOCK, args, 2 * wide,
                      4.0 * rows * heads * (2 * dk + 2 * dv) + 4.0 * chunks * heads * dk * dv)
         self._launch("gdn_chunk_out", (chunks, heads), BLOCK, args, wide + triangle * dv,
                      4.0 * rows * heads * (dk + 2 * dv + CHUNK) + 4.0 * chunks * heads * dk * dv)
