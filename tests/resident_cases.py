@@ -125,6 +125,9 @@ class _Point:
 
     wait = record = synchronize = _nothing
 
+    def seconds_since(self, earlier: Any) -> float:
+        return 0.0
+
 
 class Unread:
     """Weights of a configuration in memory that the system has not given yet: zeros, never touched."""

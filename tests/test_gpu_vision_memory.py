@@ -11,25 +11,28 @@ import numpy as np
 import pytest
 import torch
 
-from fermi_engine import Engine, EngineConfig
+from fermi_engine import Engine, EngineConfig, kernels
 from fermi_engine.errors import ConfigError, DeviceError, DeviceMemoryError
 from fermi_engine.formats import FORMATS, Matrix
+from fermi_engine.gpu.resident import Resident
 from fermi_engine.gpu.stream import HostMemory
 from fermi_engine.gpu.vision import EXPANDED, WEIGHTS, GpuVision
 from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.kernels.gpu import Device, open_device
 from fermi_engine.kernels.sm20_vision import view_tiles
 from fermi_engine.model import gpu_vision
-from fermi_engine.model.gpu_vision import VisionWeights
+from fermi_engine.model.decoder import Decoder
 from fermi_engine.placement import Ledger
 from fermi_engine.snapshots.prefix import NumericPath
 from fermi_engine.stages.array_weights import ArrayTensors
 from fermi_engine.stages.device_run import DeviceRun
+from fermi_engine.state import HybridState
 from fermi_engine.vision.config import MINICPM, QWEN, VisionConfig, stored_shapes
 from fermi_engine.vision.plans import MiniCpmImages, QwenImages
 from tests.devices import on_devices
 from tests.gpu_vision_cases import FAMILIES, GRIDS, expected, on_gpu, patches_of, quantised, tower
-from tests.resident_cases import Hollow
+from tests.resident_cases import Hollow, Unread
+from tools.bench.geometries import TOWERS, geometry
 from tools.make_checkpoint import make_checkpoint
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -133,13 +136,7 @@ def test_towers_that_the_kernels_cannot_run_are_refused(device):
 # the real sizes
 
 
-def real_config(family: str) -> VisionConfig:
-    if family == QWEN:
-        return VisionConfig(QWEN, 27, 1152, 4304, 16, 16, 2, 2048, 48, 1e-6, -1, 9, QwenImages())
-    return VisionConfig(MINICPM, 27, 1152, 4304, 16, 14, 1, 1024, 70, 1e-6, 6, 9, MiniCpmImages())
-
-
-class Unread:
+class UnreadTower:
     """Weights in memory that the system has not given yet: zeros, never touched."""
 
     def __init__(self, config: VisionConfig) -> None:
@@ -152,24 +149,39 @@ class Unread:
         return Matrix("f32", *self._shapes[name], np.zeros(FORMATS["f32"].stored_shape(*self._shapes[name]), np.uint8))
 
 
-@pytest.mark.parametrize(("family", "grids"), [(MINICPM, [(32, 32)] * 10), (QWEN, [(64, 64)])])
-def test_the_real_tower_fits_beside_the_resident_model(family, grids, monkeypatch):
-    """6 GiB, of which text weights take 0.86 GB, keys and values of 10k tokens and the rest of the text model a gigabyte more."""
-    config, device = real_config(family), Hollow(6 * GIB)
+def big_image(config: VisionConfig, grids: list[tuple[int, int]]) -> np.ndarray:
+    return np.zeros((sum(height * width for height, width in grids), config.patch_width), np.float32)
+
+
+@pytest.mark.parametrize("gemm", ["own", "vendor"])
+def test_minicpm_sees_within_6_gib_with_10240_tokens(gemm, monkeypatch):
+    """The released sizes, text and tower in one ledger: an image of ten views, a prompt of 10,240 tokens, a token, an image."""
+    monkeypatch.setattr(HostMemory, "copy", lambda *_: None)
+    config, tower_config, grids = geometry("minicpm-v-4.6"), TOWERS["minicpm-v-4.6"], [(28, 36)] * 10
+    device, weights = Hollow(6 * GIB), Unread(config, "q8_0")
+    decoder = Decoder(weights, kernels.get(None, 1), "f32")
+    text, state = Resident(device, weights, decoder, gemm=gemm, note=lambda said: None), HybridState.fresh(config, 64)
+    tower = GpuVision(device, UnreadTower(tower_config), tower_config, text.ledger, text.host, gemm, evict=text.spare)
+    tower.forward(big_image(tower_config, grids), grids)
+    assert tower.last.batches == 1
+    held = text.ledger.held()
+    assert 2.19e9 < held[WEIGHTS] < 2.2e9
+    text.prefill(np.zeros(10240, np.int32), state)
+    text.decode(0, state)
+    tower.forward(big_image(tower_config, grids), grids)
+    print(f"{gemm}: peak {text.ledger.peak} bytes, at rest {text.ledger.used}")
+    assert text.ledger.peak < 6 * GIB
+    assert text.ledger.used == device.total_bytes - device.free_bytes
+
+
+def test_an_image_of_a_million_pixels_takes_less_than_2_gb(monkeypatch):
+    """Qwen's tower with it."""
+    monkeypatch.setattr(HostMemory, "copy", lambda *_: None)
+    config, device = TOWERS["qwen3.6-35b-a3b"], Hollow(2 * 10**9)
     ledger = Ledger(device)
-    ledger.alloc(2 * GIB, "text model")
-    host = HostMemory(device, lambda text: None)
-    monkeypatch.setattr(host, "copy", lambda *_: None)
-    model = GpuVision(device, Unread(config), config, ledger, host, "own")
-    model._tell = lambda marks: None
-    weights = VisionWeights(Unread(config), config).nbytes
-    patches = np.zeros((sum(height * width for height, width in grids), config.patch_width), np.float32)
-    model.forward(patches, grids)
-    assert model.last.batches == 1
-    print(f"{family}: weights {weights}, peak {ledger.peak - 2 * GIB} bytes")
-    assert ledger.peak < 6 * GIB
-    if family == MINICPM:
-        assert weights < 2.2e9
+    tower = GpuVision(device, UnreadTower(config), config, ledger, HostMemory(device, lambda said: None), "own")
+    tower.forward(big_image(config, [(64, 64)]), [(64, 64)])
+    print(f"weights {ledger.held()[WEIGHTS]}, peak {ledger.peak} bytes")
 
 
 # in the engine
