@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -236,13 +237,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     args, failed = parser.parse_args(), 0
-    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+    with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
         for model in args.model or MODELS:
             start = time.perf_counter()
             with tempfile.TemporaryDirectory() as folder:
                 pack = made(model, Path(folder))
                 engine = gpu_engine(pack, args.backend, args.gemm)
-                report = compare(pack, engine, args.prompts, args.steps, apply=partial(pool.map, chunksize=1))
+                report = compare(pack, engine, args.prompts, args.steps, apply=pool.map)
             failed += not report.passed
             print(f"{model}: {'passed' if report.passed else 'FAILED'}, {time.perf_counter() - start:.0f} s", *report.lines(),
                   sep="\n  ", flush=True)
