@@ -279,6 +279,17 @@ def test_hybrid_logits_of_every_token_with_images(seeing):
     assert session.trail == ((len(one.ids), "cpu"),)
 
 
+def test_auto_takes_images_along(seeing):
+    """Where it goes to the GPU, and where a GPU that fails leaves them to the CPU."""
+    seen, gpu, cpu = engine(seeing["moe"], prefill="auto"), engine(seeing["moe"], "hybrid"), engine(seeing["moe"])
+    gpu.vision.encode = seen.vision.encode
+    one = prompt(seen, pictures(1))
+    seen.gpu._is_faster = lambda *_: True
+    assert read(seen, one) == read(gpu, one)
+    seen.gpu.prefill.device.faults.fail("launch", 3)
+    assert read(seen, one) == read(cpu, one)
+
+
 @pytest.mark.parametrize("path", ["resident", "hybrid"])
 def test_a_tower_that_fails_leaves_the_session_as_it_was(seeing, path):
     seen = engine(seeing["minicpm"], path)
