@@ -55,26 +55,38 @@ INLINE void store_outputs(const float (&acc)[TM][TN], const gdn_chunk_args &a, i
     }
 }
 
-/* Rows of the chunk that is open now, of this value head, and of its key head if it is that one's first. */
+/* Rows of the chunk that is open now, of this value head, and of its key head if it is that one's first. A warp has a row and
+ * the eighth after it at a time, all loads before the stores, which may be anywhere as far as compilers know. */
 INLINE void carry_rows(const gdn_chunk_args &a, int head, int key_head)
 {
     int rows = (int)(a.open + a.tokens), first = rows / CHUNK * CHUNK - (int)a.open, count = rows % CHUNK;
-    int dk = (int)a.dk, dv = (int)a.dv, k_heads = (int)a.k_heads, v_heads = (int)a.v_heads;
-    bool begins = head == key_head * (v_heads / k_heads);
+    int k_row = (int)(a.k_heads * a.dk), v_row = (int)(a.v_heads * a.dv), column = (int)(thread_index() % 32) * 4;
+    bool has_v = column < (int)a.dv, has_k = column < (int)a.dk && head == key_head * (int)(a.v_heads / a.k_heads);
+    const float *v = a.v + (int64_t)first * a.v_stride + head * (int)a.dv + column;
+    const float *k = a.k + (int64_t)first * k_row + key_head * (int)a.dk + column;
+    float *open_v = a.open_v + head * (int)a.dv + column, *open_k = a.open_k + key_head * (int)a.dk + column;
     /* those carried before are at their place */
 #pragma unroll 1
-    for (int i = max_of(-first, 0); i < count; i++) {
-        int64_t token = first + i;
-        for (int t = (int)thread_index(); t < max_of(dk, dv); t += THREADS) {
-            if (t < dv)
-                a.open_v[(i * v_heads + head) * dv + t] = a.v[token * a.v_stride + head * dv + t];
-            if (t < dk && begins)
-                a.open_k[(i * k_heads + key_head) * dk + t] = a.k[(token * k_heads + key_head) * dk + t];
+    for (int i = max_of(-first, 0) + (int)(thread_index() / 32); i < count; i += 2 * THREADS / 32) {
+        int next = i + THREADS / 32 < count ? i + THREADS / 32 : i;
+        float4 none = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        float4 v0 = has_v ? read_quad(v + i * a.v_stride) : none, v1 = has_v ? read_quad(v + next * a.v_stride) : none;
+        float4 k0 = has_k ? read_quad(k + i * k_row) : none, k1 = has_k ? read_quad(k + next * k_row) : none;
+        if (has_v) {
+            write_quad(open_v + i * v_row, v0);
+            write_quad(open_v + next * v_row, v1);
         }
-        if (thread_index() == 0) {
-            a.open_g[i * v_heads + head] = a.g[token * v_heads + head];
-            a.open_beta[i * v_heads + head] = a.beta[token * v_heads + head];
+        if (has_k) {
+            write_quad(open_k + i * k_row, k0);
+            write_quad(open_k + next * k_row, k1);
         }
+    }
+    int row = (int)thread_index();
+    if (row < count && row >= -first) {
+        int to = row * (int)a.v_heads + head;
+        int64_t from = (int64_t)(first + row) * a.v_heads + head;
+        a.open_g[to] = a.g[from];
+        a.open_beta[to] = a.beta[from];
     }
 }
 
