@@ -16,7 +16,8 @@
  *   ops.h: the argument structs.
  *
  * Rules for a kernel: extern "C" __global__ void <op>_<part>(<op>_args a), declared by an ENTRY line of ops.h. Blocks of at
- * most 1024 threads, grids of at most 65535 each way, 48 KiB of shared memory, 63 registers. A warp is never implicitly
+ * most 1024 threads, grids of at most 65535 each way, 48 KiB of shared memory, 63 registers: newer cards hold kernels without
+ * launch bounds to 64, and give those with them what their compiler likes. A warp is never implicitly
  * synchronous: what one thread writes and another reads has a __syncthreads() between, which every thread of the block
  * reaches, none having left. Helpers are `static __device__`, so that every .cu stands alone. Shared variables start as
  * rubbish. a * b + c may be fused on the device and is not in the emulator: write fmaf where it matters.
