@@ -179,6 +179,8 @@ DELTA_RULE = (
           "beta[t] = y;", "sm20:gdn_chunk"),
     Fault("first row of the open chunk lost", f"{_SM20}gdn_chunk_out.cu", "max_of(-first, 0)", "max_of(-first, 1)",
           f"{_OPS}test_a_cut_of_a_prompt_changes_no_bit"),
+    Fault("every second eight rows of the open chunk lost", f"{_SM20}gdn_chunk_out.cu",
+          "i + THREADS / 32 < count ? i + THREADS / 32 : i;", "i;", f"{_OPS}test_a_cut_of_a_prompt_changes_no_bit"),
     Fault("state kept from the last token, not the last chunk", f"{_SM20}gdn_chunk.cu",
           "if (!whole)\n            copy_state(slab, dv, state, dk);", "", f"{_OPS}test_a_cut_of_a_prompt_changes_no_bit"),
     Fault("zeros above the diagonal added", f"{_SM20}gdn_triangle.cuh",
