@@ -173,10 +173,11 @@ def answered(engine: Engine, encoder: Encoder, samples: Sequence[Sample]) -> lis
     return found
 
 
-def needles(checkpoint: Path, tokens: int, contexts: int, engines: dict[str, EngineConfig]) -> dict[str, np.ndarray]:
-    """By engine: whether each code is found, bool [contexts, depths]."""
+def needles(checkpoint: Path, tokens: int, contexts: int, engines: dict[str, EngineConfig],
+            every: int = 1) -> dict[str, np.ndarray]:
+    """By engine: whether each code is found, bool [contexts, depths]. every: leave out depths but the first of so many."""
     encoder = Encoder.from_directory(checkpoint)
-    rows = [drawn_row("held", SEED, index, encoder.measure, tokens) for index in range(contexts)]
+    rows = [drawn_row("held", SEED, index, encoder.measure, tokens)[::every] for index in range(contexts)]
     with tempfile.TemporaryDirectory() as folder:
         pack = convert(checkpoint, Path(folder) / "model.pack", "q4_0")
         opened = {name: Engine.load(pack, config=config) for name, config in engines.items()}
