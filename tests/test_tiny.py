@@ -6,6 +6,7 @@ of the recorded one (golden/tiny/README.md); what must be equal is compared to t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -18,27 +19,31 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 
 from fermi_engine import Engine, SamplingParams, chat
-from fermi_engine.checkpoint import Checkpoint
 from fermi_engine.convert import convert
 from fermi_engine.kernels import dispatch
 from fermi_engine.session import Session
 from fermi_engine.timeline import Timeline
-from reference.decoder import Decoder
+from fermi_engine.vision.patches import PreparedImage
 from tests import hf
+from tests.test_cli import run
 from tools import tiny_accuracy, tiny_calls
+from tools import tiny_image_tasks as sights
 from tools import tiny_tasks as tasks
+from tools.tiny_image_tasks import IMAGE_TASKS
+from tools.tiny_scenes import COLOURS, Scene, Shape
 from tools.tiny_tasks import Encoder, Sample
 
 TINY = Path(__file__).resolve().parent.parent / "golden" / "tiny"
 SEED = 2  # apart from the samples that training and the recorded table look at
 GREEDY = SamplingParams(temperature=0.0, max_tokens=240)
-# A line of the table in the README: task, and right answers of samples through the reference and through the engine.
-RECORD = re.compile(r"^\| (\w+) \|.* (\d+)/(\d+) \|.* (\d+)/(\d+) \|$", re.MULTILINE)
+# A line of the table in the README: task, and right answers of samples through each of tiny_accuracy.RUNNERS.
+RECORD = re.compile(r"^\| (\w+) " + 3 * r"\| [^|]+ \| (\d+)/(\d+) " + r"\|$", re.MULTILINE)
 BUDGETS = {"arithmetic": 64, "tool_call": 400, "turns": 400, "copying": 160}
 COUNTS = {"arithmetic": 60,  # many: a sum shows slight faults
-           "tool_call": 20, "turns": 20, "copying": 24}
+           "tool_call": 20, "turns": 20, "copying": 24, **dict.fromkeys(IMAGE_TASKS, 16)}
 CHANCE = 1e-6  # of a model as good as the recorded one falling below the limit
 LOGITS_CEILING = 1e-4
 
@@ -59,15 +64,15 @@ def engine(pack) -> Engine:
 
 
 @functools.cache
-def recorded() -> dict[str, tuple[int, int, int, int]]:
-    """Task -> right answers and samples through the reference, and through the Q4_0 engine."""
+def recorded() -> dict[str, tuple[int, ...]]:
+    """Task -> right answers and samples through the reference, the engine in float32, and the Q4_0 engine."""
     rows = RECORD.findall((TINY / "README.md").read_text(encoding="utf-8"))
     return {task: tuple(map(int, numbers)) for task, *numbers in rows}
 
 
 def share_of(task: str) -> float:
     """(right + 1) / (samples + 2) through the engine: the mean that the samples leave of an unknown share."""
-    _, _, right, samples = recorded()[task]
+    *_, right, samples = recorded()[task]
     return (right + 1) / (samples + 2)
 
 
@@ -78,9 +83,10 @@ def fewest(task: str, count: int) -> int:
     return sum(1 for _ in takewhile(lambda chance: chance <= CHANCE, below))
 
 
-def said(engine: Engine, ids: Sequence[int], thinking: bool, session: Session | Timeline | None = None) -> tuple[str, str]:
+def said(engine: Engine, ids: Sequence[int], thinking: bool, session: Session | Timeline | None = None,
+         images: Sequence[PreparedImage] = ()) -> tuple[str, str]:
     """Reasoning and answer of greedy generation after `ids`; an answer that does not end by itself is marked."""
-    stream = engine.generate(ids, GREEDY, session=session, reasoning_open=thinking)
+    stream = engine.generate(ids, GREEDY, images=images, session=session, reasoning_open=thinking)
     pieces = list(stream)
     ending = "" if stream.finish.reason == "eos" else f" [{stream.finish.reason}]"
     return "".join(piece.reasoning for piece in pieces), "".join(piece.text for piece in pieces) + ending
@@ -95,12 +101,12 @@ def is_right(sample: Sample, reasoning: str, answer: str) -> bool:
 
 
 def drawn(encoder: Encoder, task: str) -> list[Sample]:
-    budget = BUDGETS[task]
-    return [tasks.drawn(task, "held", SEED, i, encoder.measure, budget) for i in range(COUNTS[task])]
+    draw, budget = (sights.drawn, 160) if task in IMAGE_TASKS else (tasks.drawn, BUDGETS[task])
+    return [draw(task, "held", SEED, i, encoder.measure, budget) for i in range(COUNTS[task])]
 
 
 def answers(engine: Engine, encoder: Encoder, samples: list[Sample]) -> list[tuple[str, str]]:
-    return [said(engine, encoder.prompt(sample), sample.thinking) for sample in samples]
+    return [said(engine, encoder.prompt(sample), sample.thinking, images=encoder.images(sample)) for sample in samples]
 
 
 def assert_accurate(task: str, samples: list[Sample], replies: list[tuple[str, str]]) -> None:
@@ -112,9 +118,10 @@ def assert_accurate(task: str, samples: list[Sample], replies: list[tuple[str, s
 
 def test_the_recorded_accuracies_meet_their_targets():
     assert list(recorded()) == list(tiny_accuracy.COUNTS)
-    for task, (right, samples, right_engine, samples_engine) in recorded().items():
+    for task, (right, samples, *engines) in recorded().items():
         assert right / samples >= tiny_accuracy.TARGETS.get(task, 0.95)
-        assert right_engine / samples_engine >= right / samples - tiny_accuracy.MOST_LOSS
+        for right_engine, samples_engine in zip(engines[::2], engines[1::2], strict=True):
+            assert right_engine / samples_engine >= right / samples - tiny_accuracy.MOST_LOSS
 
 
 def test_a_model_as_good_as_recorded_stays_above_the_limits():
@@ -246,6 +253,57 @@ def test_earlier_turns_through_a_session_that_holds_them(engine, encoder):
         assert said(engine, prompt[len(earlier) :], sample.thinking, session) == said(engine, prompt, sample.thinking)
 
 
+# Images
+
+
+@pytest.mark.parametrize("task", IMAGE_TASKS)
+def test_questions_about_pictures(engine, encoder, task):
+    samples = drawn(encoder, task)
+    assert_accurate(task, samples, answers(engine, encoder, samples))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("task", IMAGE_TASKS)
+def test_many_questions_about_pictures(engine, encoder, task):
+    samples = [sights.drawn(task, "held", SEED + 1, i) for i in range(200)]
+    assert_accurate(task, samples, answers(engine, encoder, samples))
+
+
+def test_without_its_picture_a_question_is_guessed(engine, encoder):
+    """The answers come from the pixels: with one grey picture for all, few are right."""
+    samples = drawn(encoder, "colour")
+    grey = [dataclasses.replace(s, images=tuple(dataclasses.replace(view, shapes=()) for view in s.images)) for s in samples]
+    hits = sum(is_right(s, *reply) for s, reply in zip(samples, answers(engine, encoder, grey), strict=True))
+    assert hits <= len(samples) / 2
+
+
+def picture(path: Path, *shapes: tuple[str, str, int]) -> str:
+    """Draw shapes (kind, colour, centre across) side by side into a PNG file."""
+    drawn = tuple(Shape(kind, colour, COLOURS[colour], x, 75, 28) for kind, colour, x in shapes)
+    Image.fromarray(Scene(150, 220, (128, 128, 128), (128, 128, 128), 0, 0, drawn).pixels()).save(path)
+    return str(path)
+
+
+def asked(capsys, pack: Path, question: str, *images: str) -> str:
+    """What `fermi-engine generate` prints."""
+    shown = [part for image in images for part in ("--image", image)]
+    status, out, err = run(capsys, "generate", "--model", pack, "--no-think", "--temp", "0", *shown, "--prompt", question)
+    assert status == 0, err
+    return out.strip()
+
+
+def test_a_second_image_changes_the_answer(pack, tmp_path, capsys):
+    first = picture(tmp_path / "first.png", ("circle", "red", 60))
+    blue = picture(tmp_path / "blue.png", ("star", "yellow", 50), ("circle", "blue", 150))
+    green = picture(tmp_path / "green.png", ("circle", "green", 110))
+    plain, other = "What colour is the circle?", "What colour is the circle in the second image?"
+    assert asked(capsys, pack, plain, first) == "The circle is red."
+    assert asked(capsys, pack, other, first, blue) == "The circle is blue."
+    assert asked(capsys, pack, other, first, green) == "The circle is green."
+    assert asked(capsys, pack, other, green, first) == "The circle is red."
+    assert asked(capsys, pack, "What colour is the circle in the first image?", first, blue) == "The circle is red."
+
+
 # The same text whatever way it is computed
 
 
@@ -259,6 +317,17 @@ def few(engine, encoder) -> list[tuple[Sample, list[int], tuple[str, str]]]:
 
 def test_those_texts_are_right(few):
     assert [sample.task for sample, _, reply in few if is_right(sample, *reply)] == [*BUDGETS, "needle"]
+
+
+@pytest.mark.parametrize("backend", dispatch.supported())
+def test_what_is_seen_is_one_for_backends_and_threads(pack, engine, encoder, backend):
+    sample = drawn(encoder, sights.TWO)[0]
+    prompt, images = encoder.prompt(sample), encoder.images(sample)
+    reply = said(engine, prompt, sample.thinking, images=images)
+    assert is_right(sample, *reply)
+    for threads in (1, 2):
+        other = Engine.load(pack, backend=backend, threads=threads)
+        assert said(other, prompt, sample.thinking, images=images) == reply
 
 
 @pytest.mark.parametrize("backend", dispatch.supported())
@@ -313,8 +382,7 @@ def test_transformers_tokenizer_and_template_give_the_same_ids(encoder):
 
 def test_logits_of_reference_and_engine_are_those_of_transformers(theirs, few, tmp_path):
     """As for random models: at most twice what transformers differs from itself, over all prompts."""
-    checkpoint = Checkpoint.open(TINY)
-    reference = Decoder(checkpoint.config, {name: torch.from_numpy(checkpoint.read(name)) for name in checkpoint.tensors})
+    reference = tiny_accuracy.Reference(TINY).decoder
     ours = Engine.load(convert(TINY, tmp_path / "f32.pack", "f32"), threads=1)
     sdpa = load(transformers.Qwen3_5MoeForConditionalGeneration, "sdpa")
     spread, apart = [], {"reference": [], "engine": []}
@@ -330,6 +398,33 @@ def test_logits_of_reference_and_engine_are_those_of_transformers(theirs, few, t
               f"engine {apart['engine'][-1]:.1e}")
     for name, found in apart.items():
         assert max(found) <= min(2 * max(spread), LOGITS_CEILING), name
+
+
+def test_logits_behind_images_are_those_of_transformers(theirs, encoder, tmp_path):
+    """Tower, places among the text and positions: two pictures of different sides, as near to the released class as texts are."""
+    sdpa = load(transformers.Qwen3_5MoeForConditionalGeneration, "sdpa")
+    reference, spread, apart = tiny_accuracy.Reference(TINY), [], {"reference": [], "engine": []}
+    ours = Engine.load(convert(TINY, tmp_path / "f32.pack", "f32"), threads=1)
+    for sample in drawn(encoder, sights.TWO)[:3]:
+        ids, images = encoder.prompt(sample), encoder.images(sample)
+        runs = [picture_logits(model, ids, images, encoder.image_token) for model in (theirs, sdpa)]
+        spread.append(error(*runs))
+        tail = -8
+        state = reference.read(ids[:tail], images)
+        apart["reference"].append(error(torch.from_numpy(reference.logits(state, ids[tail:])), runs[0][tail:]))
+        apart["engine"].append(error(torch.from_numpy(ours.session().logits(ids, images=images)), runs[0]))
+    print(f"transformers with itself {max(spread):.1e}, " + ", ".join(f"{name} {max(x):.1e}" for name, x in apart.items()))
+    for name, found in apart.items():
+        assert max(found) <= min(2 * max(spread), LOGITS_CEILING), name
+
+
+def picture_logits(model, ids: list[int], images: Sequence[PreparedImage], image_token: int) -> torch.Tensor:
+    """[T, vocab] of the released class in float32."""
+    patches = torch.from_numpy(np.concatenate([image.patches for image in images]))
+    grids = torch.tensor([(1, *image.grids[0]) for image in images])
+    kinds = (torch.tensor([ids]) == image_token).int()
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids]), pixel_values=patches, image_grid_thw=grids, mm_token_type_ids=kinds).logits[0]
 
 
 def test_transformers_generates_the_right_answer(theirs, encoder):

@@ -312,7 +312,7 @@ def test_orthogonal_steps_have_like_singular_values():
 
 def test_batches_depend_on_their_order_alone(encoder, texts):
     order = tiny_batches.Order(7, 0, 160, 4)
-    ids, kinds = tiny_batches.make_batch(encoder, order)
+    ids, kinds, images = tiny_batches.make_batch(encoder, order)
     source = tiny_batches.Source(texts, 1)
     try:
         got_order, got = source.next(lambda index: dataclasses.replace(order, index=index), 7)
@@ -321,23 +321,26 @@ def test_batches_depend_on_their_order_alone(encoder, texts):
     assert got_order == order
     assert np.array_equal(got[0], ids)
     assert np.array_equal(got[1], kinds)
-    assert not np.array_equal(tiny_batches.make_batch(encoder, dataclasses.replace(order, index=8))[0], ids)
+    assert images is None
+    assert not np.array_equal(tiny_batches.make_batch(encoder, dataclasses.replace(order, index=8)).ids, ids)
     assert set(np.unique(kinds)) <= {tiny_batches.PADDING, tiny_batches.READ, tiny_batches.SAID}
     assert (kinds == tiny_batches.SAID).any(axis=1).all()
 
 
 def test_lengths_follow_the_phases():
-    early = {tiny_batches.length_at(0.0, i, 0) for i in range(200)}
-    late = {tiny_batches.length_at(1.0, i, 0) for i in range(200)}
+    early, late = ({tiny_batches.length_at(p, i, 0, tiny_batches.TEXT_PHASES) for i in range(200)} for p in (0.0, 1.0))
     assert early == {64, 160, 416}
-    assert late == set(tiny_batches.LENGTHS)
-    for _, shares in tiny_batches.PHASES:
-        assert sum(shares) == pytest.approx(1)
+    assert late == {64, 160, 416, 2048, 10240}
+    for phases in tiny_batches.PHASES.values():
+        assert phases[0][0] == 0
+        for _, shares in phases:
+            assert min(shares.values()) > 0
+            assert set(shares) <= set(tiny_batches.LENGTHS)
 
 
 def test_final_answers_mark_the_answer(encoder):
     samples = some(encoder, "turns", count=3)
-    ids, kinds = tiny_batches.final_answers(encoder, samples, 480)
+    ids, kinds, _ = tiny_batches.final_answers(encoder, samples, 480)
     for sample, row, kind in zip(samples, ids, kinds, strict=True):
         whole = encoder.prompt(sample) + encoder.answer(sample)
         assert row[kind != tiny_batches.PADDING].tolist() == whole
@@ -375,7 +378,7 @@ def run(texts, tmp_path_factory):
     """Twenty steps of a small model on sums, its state, and its checkpoint."""
     out = tmp_path_factory.mktemp("tiny")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_batches, "PHASES", ((0.0, (1.0, 0.0, 0.0, 0.0, 0.0)),))
+        patch.setitem(tiny_batches.PHASES, "text", ((0.0, {64: 1.0}),))
         patch.setattr(tiny_batches, "HELD_SIZES", {"arithmetic": 8})
         patch.setattr(tiny_batches, "HELD_ROWS", {})
         trainer = small_trainer(texts)
@@ -434,7 +437,7 @@ class Oracle:
     def __init__(self, texts: list[list[int]], shift: int = 0) -> None:
         self.texts, self.shift, self.read_tokens = texts, shift, 0
 
-    def read(self, ids):
+    def read(self, ids, images=()):
         self.read_tokens += len(ids)
         return list(ids)
 
@@ -466,12 +469,13 @@ def test_another_reasoning_with_the_right_answer_counts(encoder):
 def test_table_and_targets():
     results = {(task, runner): [True] * 9 for task in ("needle_2k", "arithmetic") for runner in tiny_accuracy.RUNNERS}
     assert tiny_accuracy.missed(results) == []
-    results["arithmetic", "engine q4_0"] = [True] * 8 + [False]
+    results["arithmetic", "engine q4_0"] = results["arithmetic", "engine f32"] = [True] * 8 + [False]
     results["needle_2k", "reference fp32"] = [True] * 8 + [False]
-    assert [line.split(":")[0] for line in tiny_accuracy.missed(results)] == ["needle_2k", "arithmetic"]
+    assert [line.split(" loses")[0].split(" through")[0] for line in tiny_accuracy.missed(results)] == [
+        "needle_2k: 88.9%", "arithmetic: the engine f32", "arithmetic: the engine q4_0"]
     lines = "\n".join(tiny_accuracy.table(results))
     assert "(8/9)" in lines
-    assert "-11.1%" in lines
+    assert "+11.1%" in lines
     assert "0.9:  0%" in lines
 
 

@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fermi_engine.config import ModelConfig
+from fermi_engine.vision.config import VisionConfig
 from reference import gated_delta_rule as gdn
 from reference import rope
 from reference.moe import route
 from reference.norms import gated_rms_norm, l2_norm
+from tools.tiny_tower import Pictures, Tower
 
 CHUNK = 32
 Params = dict[str, Tensor]
@@ -215,15 +217,21 @@ class CausalConv(torch.autograd.Function):
 class Model:
     """The forward pass over prepared weights (see Master.seen in tiny_quantise): matrices in `dtype`, the rest float32."""
 
-    def __init__(self, config: ModelConfig, weights: Params, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, weights: Params, dtype: torch.dtype, vision: VisionConfig | None = None) -> None:
         self.config, self.weights, self.dtype = config, weights, dtype
+        self.tower = None if vision is None else Tower(vision, weights, dtype)
         self.balance: list[Tensor] = []
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """ids [B, T] from position 0 -> hidden after the final norm [B, T, H]; `balance` gets a loss per layer."""
+    def hidden(self, ids: Tensor, images: Pictures | None = None) -> Tensor:
+        """ids [B, T] from position 0, images of which some are places -> hidden after the final norm [B, T, H]; `balance` gets a
+        loss per layer."""
         c, w = self.config, self.weights
         x = F.embedding(ids, w["embed_tokens.weight"]).to(w["norm.weight"].dtype)
-        cos, sin = _rope_tables(c, ids.shape[1], x.dtype, x.device)
+        if images is None:
+            cos, sin = _rope_tables(c, ids.shape[1], x.dtype, x.device)
+        else:
+            cos, sin = _turned(c, images.positions, x.dtype)
+            x = x.flatten(0, 1).index_copy(0, images.slots, self.tower.forward(images)).view(x.shape)
         self.balance = []
         for i, kind in enumerate(c.layer_types):
             u = self._norm(x, f"layers.{i}.input_layernorm.weight")
@@ -261,8 +269,8 @@ class Model:
         low = u.to(self.dtype)
         q, gate = self._linear(low, stem + "q_proj.weight").to(u.dtype).unflatten(-1, (-1, 2, c.head_dim)).unbind(3)
         k, v = (self._linear(low, f"{stem}{n}_proj.weight").unflatten(-1, (-1, c.head_dim)) for n in "kv")
-        q = rope.rotate(self._norm(q, stem + "q_norm.weight"), cos, sin)
-        k = rope.rotate(self._norm(k.to(u.dtype), stem + "k_norm.weight"), cos, sin)
+        q = _rotated(self._norm(q, stem + "q_norm.weight"), cos, sin)
+        k = _rotated(self._norm(k.to(u.dtype), stem + "k_norm.weight"), cos, sin)
         group = c.num_attention_heads // c.num_key_value_heads
         k, v = (x.repeat_interleave(group, 2) for x in (k, v))
         q, k, v = (x.to(self.dtype).transpose(1, 2) for x in (q, k, v))
@@ -293,6 +301,26 @@ def _rope_tables(c: ModelConfig, tokens: int, dtype: torch.dtype, device: torch.
     frequencies = rope.inv_freq(c.rotary_dim, c.rope_theta)
     cos, sin = rope.tables(torch.arange(tokens).expand(3, -1), frequencies, axes, dtype)
     return cos.to(device), sin.to(device)
+
+
+def _turned(c: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos, sin [B T, half] of positions [3, B, T]."""
+    axes, frequencies = _frequencies(c, positions.device)
+    angle = positions.flatten(1).to(dtype).index_select(0, axes).T * frequencies.to(dtype)
+    return angle.cos(), angle.sin()
+
+
+@functools.lru_cache(maxsize=16)
+def _frequencies(c: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    axes = torch.tensor(rope.axis_of_frequency(c.rotary_dim // 2, c.mrope_section))
+    return axes.to(device), rope.inv_freq(c.rotary_dim, c.rope_theta).to(device)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, T, heads, D] by tables of T or of B T rows."""
+    if len(cos) == x.shape[1]:
+        return rope.rotate(x, cos, sin)
+    return rope.rotate(x.flatten(0, 1), cos, sin).view(x.shape)
 
 
 def _imbalance(logits: Tensor, share: Tensor) -> Tensor:

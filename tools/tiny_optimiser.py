@@ -11,13 +11,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fermi_engine.vision.config import is_vision
 from tools.tiny_quantise import Master
 
 ORTHOGONAL = ("in_proj_qkv.weight", "in_proj_z.weight", "out_proj.weight", "q_proj.weight", "k_proj.weight",
               "v_proj.weight", "o_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight",
-              "experts.gate_up_proj", "experts.down_proj")
+              "experts.gate_up_proj", "experts.down_proj",
+              "attn.qkv.weight", "attn.proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 BETAS, MOMENTUM, EPS, WEIGHT_DECAY = (0.9, 0.98), 0.95, 1e-10, 0.1
 EMBEDDING_SCALE = 2.0
+TOWER_SCALE = 2.0  # the vision tower starts from nothing where the rest goes on
 
 
 def orthogonal(x: Tensor, steps: int = 5) -> Tensor:
@@ -47,7 +50,7 @@ class Optimiser:
 
     def _settings(self, name: str, size: int) -> tuple[Tensor, Tensor, Tensor]:
         matrix = len(self.master.shapes[name]) > 1 and not name.endswith("conv1d.weight")
-        rate = EMBEDDING_SCALE if name == "embed_tokens.weight" else 1.0
+        rate = EMBEDDING_SCALE if name == "embed_tokens.weight" else TOWER_SCALE if is_vision(name) else 1.0
         return (torch.full((size,), rate), torch.full((size,), WEIGHT_DECAY if matrix else 0.0),
                 torch.full((size,), 0.0 if name in self._inner else 1.0))
 

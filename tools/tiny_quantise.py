@@ -79,5 +79,6 @@ class Master:
         return len(self.sizes)
 
     def gradient(self, seen: Mapping[str, Tensor]) -> Tensor:
-        """Gradients of `seen` as one float32 vector in the order of `flat`."""
-        return torch.cat([seen[name].grad.flatten().to(self.flat.dtype) for name in self.shapes])
+        """Gradients of `seen` as one float32 vector in the order of `flat`; zero where a step did not go."""
+        return torch.cat([(torch.zeros_like(w) if w.grad is None else w.grad).flatten().to(self.flat.dtype)
+                          for w in (seen[name] for name in self.shapes)])

@@ -18,8 +18,13 @@ from typing import Any
 
 from fermi_engine import chat
 from fermi_engine.tokenizer import Tokenizer
+from fermi_engine.vision.config import VisionConfig
+from fermi_engine.vision.patches import PreparedImage, prepare
+from fermi_engine.vision.plans import QwenImages
+from fermi_engine.vision.prompt import expand, placeholder
 from tools import tiny_calls as calls
 from tools import tiny_words as w
+from tools.tiny_scenes import Scene
 
 Messages = list[dict[str, Any]]
 Measure = Callable[[str], int]  # tokens of a text
@@ -39,7 +44,7 @@ class Sample:
     """One prompt and what should follow it.
 
     messages: up to the user turn to be answered; answer: reasoning and reply, without the end-of-turn token;
-    expected: what the checker compares with.
+    expected: what the checker compares with; images: those of the messages, in order.
     """
 
     task: str
@@ -48,6 +53,7 @@ class Sample:
     expected: Any
     thinking: bool = False
     tools: list[dict[str, Any]] | None = None
+    images: tuple[Scene, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -266,31 +272,46 @@ def check(sample: Sample, text: str) -> bool:
 
 
 class Encoder:
-    """Samples to ids, through the engine's own chat template and tokenizer code."""
+    """Samples to ids, through the engine's own chat template, tokenizer and preparation of images."""
 
-    def __init__(self, files: dict[str, bytes], vocab_size: int) -> None:
+    def __init__(self, files: dict[str, bytes], vocab_size: int, images: QwenImages) -> None:
         self.tokenizer = Tokenizer.from_bytes(files, vocab_size)
         self.template = chat.find_template(files)
+        self.settings = images
         self.end = self.tokenizer.id_of("<|im_end|>")
+        self.image_token = self.tokenizer.id_of("<|image_pad|>")
         self._start = self.tokenizer.id_of("<|im_start|>")
         self._role = self.tokenizer.encode("assistant\n")
+        self._prepared: tuple[Sample | None, list[PreparedImage]] = None, []
 
     @classmethod
     def from_directory(cls, path: Path) -> Encoder:
         """Of a checkpoint directory."""
         files = {name: (path / name).read_bytes()
                  for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")}
-        text = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        return cls(files, text.get("text_config", text)["vocab_size"])
+        raw, images = (json.loads((path / name).read_text(encoding="utf-8"))
+                       for name in ("config.json", "preprocessor_config.json"))
+        vision = VisionConfig.from_hf(raw, raw["text_config"]["hidden_size"], images)
+        return cls(files, raw["text_config"]["vocab_size"], vision.images)
 
     def measure(self, text: str) -> int:
         """Tokens of a plain text."""
         return len(self.tokenizer.encode(text))
 
+    def images(self, sample: Sample) -> list[PreparedImage]:
+        """The sample's pictures, drawn and prepared; the last sample's are kept."""
+        if self._prepared[0] is not sample:
+            self._prepared = sample, [prepare(view.pixels(), self.settings) for view in sample.images]
+        return self._prepared[1]
+
     def prompt(self, sample: Sample) -> list[int]:
-        """Ids up to and including the generation prompt."""
-        return chat.encode(self.tokenizer, self.template, sample.messages, tools=sample.tools,
-                           enable_thinking=sample.thinking)
+        """Ids up to and including the generation prompt, each image as the tokens that it takes."""
+        ids = chat.encode(self.tokenizer, self.template, sample.messages, tools=sample.tools,
+                          enable_thinking=sample.thinking)
+        if not sample.images:
+            return ids
+        texts = [placeholder(image, self.settings, i) for i, image in enumerate(self.images(sample))]
+        return expand(ids, self.image_token, [self.tokenizer.encode(text) for text in texts])
 
     def answer(self, sample: Sample) -> list[int]:
         """Ids that a right model generates, the end of the turn included."""

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 from fermi_engine import chat
+from fermi_engine.vision.plans import QwenImages
 from tools import byte_tokenizer
 from tools import tiny_words as w
 from tools.tiny_tasks import Encoder, drawn
@@ -19,6 +20,7 @@ from tools.tiny_tasks import Encoder, drawn
 VOCAB_SIZE = 1024
 SPECIALS = byte_tokenizer.SPECIALS
 MERGES = VOCAB_SIZE - 256 - len(SPECIALS)
+IMAGES = QwenImages(patch_size=8, min_pixels=64**2, max_pixels=112**2)  # up to 49 tokens
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 
@@ -38,7 +40,7 @@ def tokenizer_files() -> dict[str, bytes]:
 
 def encoder(files: dict[str, bytes]) -> Encoder:
     """The encoder over files as `tokenizer_files` gives them."""
-    return Encoder(files, VOCAB_SIZE)
+    return Encoder(files, VOCAB_SIZE, IMAGES)
 
 
 def _text(value: Any) -> bytes:

@@ -2,7 +2,8 @@
 
 The schedule runs over `--tokens`; with `--total-minutes` it runs faster where the machine is too slow for that, so that
 it always ends. `--minutes` ends one command early and leaves a state in --out (saved every minute as well) and the
-curves in --out/curve.tsv. `--resume DIR --export CHECKPOINT` alone writes the released layout. Runs on a CPU too,
+curves in --out/curve.tsv. `--resume DIR --export CHECKPOINT` alone writes the released layout, `--mean A B --export CHECKPOINT`
+the weights between those of two checkpoints. Runs on a CPU too,
 slower, and needs neither a network nor the engine's compiled kernels.
 """
 
@@ -13,7 +14,6 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,20 @@ from torch.nn import functional as F
 if not __package__:  # run as a script, which puts this folder on the path instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fermi_engine.config import ModelConfig
+from fermi_engine.vision.config import VisionConfig
 from tools import tiny_batches as batches
 from tools import tiny_files as files
-from tools import tiny_model, tiny_tokenizer
-from tools.tiny_batches import LENGTHS, READ, SAID, Arrays, Order
+from tools import tiny_model, tiny_tokenizer, tiny_tower
+from tools.tiny_batches import READ, SAID, Batch, Order
 from tools.tiny_optimiser import Optimiser
 from tools.tiny_quantise import Master
+from tools.tiny_tower import Pictures
 
 START = time.perf_counter() - time.process_time()  # of the program, about: the imports count
 READ_WEIGHT, BALANCE_WEIGHT, CLIP = 0.1, 0.01, 1.0
 WARMUP, DECAY_FROM, LAST_RATE = 0.02, 0.5, 0.02  # shares of the schedule, and of the learning rate
 ROUNDED_FROM, PLAIN_EVERY = 0.65, 4  # from this progress on q4_0 weights are seen, but for one step in four
 SAVE_SECONDS, EVALUATE_SECONDS = 60, 75
-FORWARD_TOKENS = 32768
 LONG = 4096  # rows of more tokens come in batches of twice the size: they hold few answers
 
 
@@ -50,6 +51,8 @@ class Settings:
     step_tokens: int = 32768
     rate: float = 2e-3
     total_minutes: float | None = None
+    stage: str = "text"  # of batches.PHASES; "text" leaves the vision tower as it is drawn
+    start: str | None = None  # the checkpoint it goes on from
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -60,10 +63,26 @@ class Trainer:
         self.settings, self.texts, self.device = settings, texts, device
         self.raw_config = files.config_json(**settings.model)
         self.config = ModelConfig.from_hf(self.raw_config)
-        self.master = Master.of(tiny_model.initial(self.config, settings.seed), device)
+        self.vision = VisionConfig.from_hf(self.raw_config, self.config.hidden_size, files.PREPROCESSOR)
+        self.master = Master.of(self._initial(), device)
         self.optimiser = Optimiser(self.master)
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.step, self.tokens, self.seconds_before = 0, 0, 0.0
+
+    def _initial(self) -> tiny_model.Params:
+        """The checkpoint that the settings name, or fresh weights; the tower among them where images are trained."""
+        fresh = tiny_model.initial(self.config, self.settings.seed) | (self._fresh_tower() if self.sees_images else {})
+        if self.settings.start is None:
+            return fresh
+        return files.weights(Path(self.settings.start), {name: tuple(w.shape) for name, w in fresh.items()})
+
+    def _fresh_tower(self) -> tiny_model.Params:
+        return tiny_tower.initial(self.vision, self.settings.seed)
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether the tower is trained."""
+        return self.settings.stage != "text"
 
     @property
     def seconds(self) -> float:
@@ -78,7 +97,7 @@ class Trainer:
 
     def order(self, index: int) -> Order:
         """What step `index` is to train on, asked for now."""
-        length = batches.length_at(self.progress, index, self.settings.seed)
+        length = batches.length_at(self.progress, index, self.settings.seed, batches.PHASES[self.settings.stage])
         return Order(index, self.settings.seed, length, self.rows(length))
 
     def rows(self, length: int) -> int:
@@ -91,13 +110,13 @@ class Trainer:
         down = LAST_RATE + (1 - LAST_RATE) * min(1.0, (1 - p) / (1 - DECAY_FROM))
         return self.settings.rate * min(1.0, (p + 1e-3) / WARMUP, down)
 
-    def train_step(self, arrays: Arrays) -> Tensor:
+    def train_step(self, batch: Batch) -> Tensor:
         """One update; -> losses of said and read tokens, imbalance of the experts, gradient norm, on the device."""
-        ids, kinds = (self._sent(x) for x in arrays)
+        batch = sent(batch, self.device)
         rounded = self.progress >= ROUNDED_FROM
         seen = self.master.seen(self.dtype, rounded, rounded and self.step % PLAIN_EVERY != 0)
-        model = tiny_model.Model(self.config, seen, self.dtype)
-        said, read = losses(model, ids.long(), kinds)
+        model = tiny_model.Model(self.config, seen, self.dtype, self.vision)
+        said, read = losses(model, batch)
         balance = torch.stack(model.balance).mean()
         (said + READ_WEIGHT * read + BALANCE_WEIGHT * balance).backward()
         gradient = self.master.gradient(seen)
@@ -105,24 +124,18 @@ class Trainer:
         scale = torch.where(norm.isfinite(), (CLIP / (norm + 1e-6)).clamp(max=1.0), 0.0)
         self.optimiser.step(torch.nan_to_num(gradient, 0.0, 0.0, 0.0) * scale, self.rate())
         self.step += 1
-        self.tokens += ids.numel()
+        self.tokens += batch.ids.numel()
         return torch.stack([said, read, balance, norm]).detach()
 
-    def _sent(self, x: np.ndarray) -> Tensor:
-        """On the device, without waiting for what it is doing."""
-        tensor = torch.from_numpy(x)
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device == "cuda" else tensor
-
     @torch.no_grad()
-    def evaluate(self, held: dict[str, Arrays], q4_0: bool) -> dict[str, np.ndarray]:
+    def evaluate(self, held: dict[str, list[Batch]], q4_0: bool) -> dict[str, np.ndarray]:
         """Which held-out samples come out right to the last token, by name, with bfloat16 or q4_0 weights.
 
         The likeliest token must be the right one at every place of the answer: what greedy generation gives.
         """
         seen = self.master.seen(torch.float32, storage=True, q4_0=q4_0)
-        model = tiny_model.Model(self.config, seen, torch.float32)
-        return {name: np.concatenate([exact(model, ids, kinds, self.device) for ids, kinds in _slices(arrays)])
-                for name, arrays in held.items()}
+        model = tiny_model.Model(self.config, seen, torch.float32, self.vision)
+        return {name: np.concatenate([exact(model, sent(part, self.device)) for part in parts]) for name, parts in held.items()}
 
     def save(self, path: Path) -> None:
         """Leave a state to resume from."""
@@ -137,7 +150,7 @@ class Trainer:
     def resumed(cls, path: Path, device: str, **changes: Any) -> Trainer:
         """The run that left a state at `path`; `changes` replace settings. Raises StateError."""
         tensors, facts = files.load_state(path)
-        settings = Settings(**{**facts["settings"], **changes})
+        settings = Settings(**{**facts["settings"], **changes, "start": None})  # its weights are in the state
         trainer = cls(settings, {name: text.encode() for name, text in facts["texts"].items()}, device)
         trainer.master.flat.copy_(tensors["flat"])
         trainer.optimiser.first.copy_(tensors["first"])
@@ -148,33 +161,38 @@ class Trainer:
 
     def export(self, path: Path) -> None:
         """Write the released layout."""
-        files.export(path, self.raw_config, self.master.views(), self.texts, self.settings.seed)
+        files.export(path, self.raw_config, self._fresh_tower() | self.master.views(), self.texts)
 
 
-def losses(model: tiny_model.Model, ids: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy of the said and of the read tokens; ids, kinds [B, T]."""
-    logits = model.head(model.hidden(ids)).flatten(0, 1)
-    target, kind = (F.pad(x[:, 1:], (0, 1)).flatten() for x in (ids, kinds))
+def sent(batch: Batch, device: str) -> Batch:
+    """A batch as tensors on the device, without waiting for what that is doing."""
+    images = batch.images
+    if images is not None:
+        images = Pictures(*(_sent(x, device) if isinstance(x, np.ndarray) else x for x in images))
+    return Batch(_sent(batch.ids, device).long(), _sent(batch.kinds, device), images)
+
+
+def _sent(x: np.ndarray, device: str) -> Tensor:
+    tensor = torch.from_numpy(x)
+    return tensor.pin_memory().to(device, non_blocking=True) if device == "cuda" else tensor
+
+
+def losses(model: tiny_model.Model, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy of the said and of the read tokens."""
+    logits = model.head(model.hidden(batch.ids, batch.images)).flatten(0, 1)
+    target, kind = (F.pad(x[:, 1:], (0, 1)).flatten() for x in (batch.ids, batch.kinds))
     entropy = F.cross_entropy(logits.float(), target, reduction="none")
     said, read = ((entropy * (kind == which)).sum() / (kind == which).sum().clamp(min=1) for which in (SAID, READ))
     return said, read
 
 
-def exact(model: tiny_model.Model, ids: np.ndarray, kinds: np.ndarray, device: str) -> np.ndarray:
-    """ids, kinds [B, T] -> bool [B]: the likeliest token is the right one at every SAID place."""
-    tokens, said = torch.from_numpy(ids).to(device).long(), torch.from_numpy(kinds == SAID).to(device)
-    hidden = model.hidden(tokens)[:, :-1]
+def exact(model: tiny_model.Model, batch: Batch) -> np.ndarray:
+    """-> bool [B]: the likeliest token is the right one at every SAID place."""
+    said = batch.kinds == SAID
+    hidden = model.hidden(batch.ids, batch.images)[:, :-1]
     row, place = said[:, 1:].nonzero(as_tuple=True)
-    wrong = model.head(hidden[row, place]).argmax(-1) != tokens[:, 1:][row, place]
-    return (torch.zeros(len(ids), device=device).index_add_(0, row, wrong.float()) == 0).cpu().numpy()
-
-
-def _slices(arrays: Arrays) -> Iterator[Arrays]:
-    """Rows in parts of at most FORWARD_TOKENS tokens."""
-    ids, kinds = arrays
-    rows = max(1, FORWARD_TOKENS // ids.shape[1])
-    for begin in range(0, len(ids), rows):
-        yield ids[begin : begin + rows], kinds[begin : begin + rows]
+    wrong = model.head(hidden[row, place]).argmax(-1) != batch.ids[:, 1:][row, place]
+    return (torch.zeros(len(said), device=said.device).index_add_(0, row, wrong.float()) == 0).cpu().numpy()
 
 
 class Curve:
@@ -223,7 +241,7 @@ class Log:
         self._sums, self._since = {}, (now, trainer.tokens)
 
 
-def report(trainer: Trainer, curve: Curve, held: dict[str, Arrays], by_depth: bool = False) -> float:
+def report(trainer: Trainer, curve: Curve, held: dict[str, list[Batch]], by_depth: bool = False) -> float:
     """Evaluate twice, print and store; -> seconds it took."""
     begin = time.perf_counter()
     for kind, q4_0 in (("bf16", False), ("q4_0", True)):
@@ -243,7 +261,7 @@ def train(trainer: Trainer, source: batches.Source, out: Path, minutes: float | 
     """Train until the schedule, `minutes` (since the program began) or `steps` end; then evaluate and save."""
     curve = Curve(out / "curve.tsv", earlier)
     log = Log(curve, log_every)
-    coming = source.held(held_scale)
+    coming = source.held(held_scale, trainer.sees_images)
     last_step = None if steps is None else trainer.step + steps
     saved = evaluated = time.perf_counter()
     took, held = 15.0, None
@@ -251,8 +269,8 @@ def train(trainer: Trainer, source: batches.Source, out: Path, minutes: float | 
         now = time.perf_counter()
         if minutes is not None and now - START > 60 * minutes - 2 * took - 10:
             break
-        order, arrays = source.next(trainer.order, trainer.step)
-        log.note(trainer, order.length, trainer.train_step(arrays))
+        order, batch = source.next(trainer.order, trainer.step)
+        log.note(trainer, order.length, trainer.train_step(batch))
         if now - saved > SAVE_SECONDS:
             trainer.save(out)
             saved = time.perf_counter()
@@ -268,12 +286,12 @@ def train(trainer: Trainer, source: batches.Source, out: Path, minutes: float | 
 
 def benchmark(trainer: Trainer, source: batches.Source, seconds: float = 4.0) -> None:
     """Print tokens/s of training by row length, with and without q4_0, peak memory, and the speed of the workers."""
-    for rounded in (False, True):
-        trainer.tokens = trainer.settings.tokens if rounded else 0
-        for length in LENGTHS:
-            ids = np.random.default_rng(0).integers(0, 1000, (trainer.rows(length), length)).astype(np.int16)
-            kinds = np.full(ids.shape, READ, np.uint8)
-            _timed(trainer, (ids, kinds), seconds / 2, f"q4_0 {rounded!s:5}")
+    encoder = tiny_tokenizer.encoder(trainer.texts)
+    for length in batches.PHASES[trainer.settings.stage][-1][1]:
+        batch = batches.make_batch(encoder, Order(0, 0, length, trainer.rows(length)))
+        for rounded in (False, True):
+            trainer.tokens = trainer.settings.tokens if rounded else 0
+            _timed(trainer, batch, seconds / 2, f"q4_0 {rounded!s:5}")
     begin, tokens, index = time.perf_counter(), 0, 0
     trainer.tokens = trainer.settings.tokens // 2
     while time.perf_counter() - begin < 2 * seconds:
@@ -282,21 +300,21 @@ def benchmark(trainer: Trainer, source: batches.Source, seconds: float = 4.0) ->
     print(f"workers deliver {tokens / (time.perf_counter() - begin):,.0f} tokens/s", flush=True)
 
 
-def _timed(trainer: Trainer, arrays: Arrays, seconds: float, label: str) -> None:
+def _timed(trainer: Trainer, batch: Batch, seconds: float, label: str) -> None:
     cuda = trainer.device == "cuda"
     tokens = trainer.tokens
     for _ in range(2):
-        trainer.train_step(arrays)[0].item()
+        trainer.train_step(batch)[0].item()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     begin, count = time.perf_counter(), 0
     while count < 2 or time.perf_counter() - begin < seconds:
-        trainer.train_step(arrays)[0].item()
+        trainer.train_step(batch)[0].item()
         count += 1
     each = (time.perf_counter() - begin) / count
     trainer.tokens = tokens
     memory = f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cuda else ""
-    print(f"{label} {arrays[0].shape[0]:4d} x {arrays[0].shape[1]:5d}: {arrays[0].size / each:10,.0f} tokens/s, "
+    print(f"{label} {batch.ids.shape[0]:4d} x {batch.ids.shape[1]:5d}: {batch.ids.size / each:10,.0f} tokens/s, "
           f"{1000 * each:.0f} ms a step{memory}", flush=True)
 
 
@@ -305,6 +323,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="directory for the state and the curves")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the state in DIR")
     parser.add_argument("--export", type=Path, metavar="DIR", help="write the checkpoint in the released layout")
+    parser.add_argument("--mean", type=Path, nargs=2, metavar="DIR", help="export the mean of two checkpoints; trains nothing")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, help="end this command after so many minutes")
     parser.add_argument("--total-minutes", type=float, help="end the schedule after so many minutes of all commands")
@@ -312,6 +331,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--step-tokens", type=int, help="tokens a step, about")
     parser.add_argument("--rate", type=float, help="highest learning rate")
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--stage", choices=list(batches.PHASES), help="what to train on (text)")
+    parser.add_argument("--start", metavar="DIR", help="begin with the weights of a checkpoint that --export wrote")
     parser.add_argument("--workers", type=int, default=max(1, min(14, (os.cpu_count() or 2) - 2)),
                         help="processes that draw batches")
     parser.add_argument("--held-scale", type=float, default=1.0, help="size of the held-out set while training")
@@ -322,13 +343,16 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Command line; 2 for a mistake, told in one line."""
     args = _arguments(argv)
-    names = ("seed", "tokens", "step_tokens", "rate", "total_minutes")
+    names = ("seed", "tokens", "step_tokens", "rate", "total_minutes", "stage", "start")
     changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if not (args.out or args.benchmark or (args.resume and args.export)):
-        print("train_tiny: give --out to train, --benchmark, or --resume with --export", file=sys.stderr)
+    if not (args.out or args.benchmark or ((args.resume or args.mean) and args.export)):
+        print("train_tiny: give --out to train, --benchmark, or --resume or --mean with --export", file=sys.stderr)
         return 2
     source = None
     try:
+        if args.mean:
+            files.mean(*args.mean, args.export)
+            return 0
         texts = tiny_tokenizer.tokenizer_files()
         if args.resume:
             texts = {name: text.encode() for name, text in files.load_state(args.resume)[1]["texts"].items()}
