@@ -1,5 +1,6 @@
 """The demo: the small trained model of golden/tiny becomes a Q4_0 pack, every stage is verified, and it answers questions
-whose right answers are known: a code found in a long text, a tool call, a sum. Exit status 1 if an answer is wrong.
+whose right answers are known: a code found in a long text, a tool call, a sum, and two about pictures, which it draws. Exit
+status 1 if an answer is wrong.
 
 No torch. What the model was trained on, and how often it is right: golden/tiny/README.md.
 """
@@ -16,12 +17,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from PIL import Image  # noqa: E402
+
 from fermi_engine.chat import parse_tool_calls  # noqa: E402
+from tools import tiny_image_tasks  # noqa: E402
 from tools.tiny_tasks import Encoder, Sample, check, drawn, drawn_row  # noqa: E402
 
 MODEL, DEMO = "golden/tiny", ROOT / "demo"
 NEEDLE_TOKENS, SHOWN = 2000, 70
-NEEDLE_SEED, TOOL_SEED, SUM_SEED = 3, 1, 2  # any would do: these give questions that show something
+NEEDLE_SEED, TOOL_SEED, SUM_SEED, COUNT_SEED, SECOND_SEED = 3, 1, 2, 1, 7  # any would do: these questions show something
 
 
 def run(*command: str, stdin: str | None = None) -> str:
@@ -38,9 +42,13 @@ def run(*command: str, stdin: str | None = None) -> str:
 
 def ask(title: str, sample: Sample) -> bool:
     """Put one question to the pack through the command line; whether the answer is right."""
-    prompt = sample.messages[-1]["content"]
+    prompt = question_of(sample)
     print(f"\n{title}: {shortened(prompt)}", flush=True)
     options = ["--think", "--show-reasoning"] if sample.thinking else ["--no-think"]
+    for i, view in enumerate(sample.images):
+        name = f"demo/{sample.task}{i + 1}.png"
+        Image.fromarray(view.pixels()).save(ROOT / name)
+        options += ["--image", name]
     if sample.tools:
         tools = DEMO / "tools.json"
         tools.write_text(json.dumps(sample.tools, indent=1), encoding="utf-8")
@@ -51,6 +59,12 @@ def ask(title: str, sample: Sample) -> bool:
     good = check(sample, answer)
     print(f"right answer: {expected(sample)} -> {'correct' if good else 'WRONG'}")
     return good
+
+
+def question_of(sample: Sample) -> str:
+    """The text of the last turn; its images go beside it."""
+    content = sample.messages[-1]["content"]
+    return content if isinstance(content, str) else content[-1]["text"]
 
 
 def expected(sample: Sample) -> Any:
@@ -79,6 +93,8 @@ def main() -> int:
         f"A code half-way down a text of {len(encoder.prompt(needle))} tokens": needle,
         "A tool call": drawn("tool_call", "held", TOOL_SEED, 0, measure, 400),
         "Arithmetic": drawn("arithmetic", "held", SUM_SEED, 0, measure, 64),
+        "A picture": tiny_image_tasks.drawn("count", "held", COUNT_SEED, 0),
+        "Two pictures": tiny_image_tasks.drawn(tiny_image_tasks.TWO, "held", SECOND_SEED, 0),
     }
     good = [ask(title, sample) for title, sample in questions.items()]
     print(f"\n{sum(good)} of {len(good)} answers are right")
