@@ -25,20 +25,20 @@ BUDGET = re.compile(r"(\d{1,3}(?:\.\d{1,3})?)%")
 LAYER = re.compile(r"^layers\.\d+\.")
 # Nats per weight, of golden/tiny in q4_0: tools/tiny_quality.py measures them, golden/tiny/README.md has the table.
 MEASURED = {
-    "lm_head.weight": 8.4e-9,
-    "layers.*.self_attn.v_proj.weight": 1.6e-9,
-    "layers.*.mlp.experts.down_proj": 1.4e-9,
-    "layers.*.mlp.shared_expert.down_proj.weight": 8.2e-10,
-    "layers.*.linear_attn.out_proj.weight": 7.0e-10,
-    "layers.*.self_attn.k_proj.weight": 6.9e-10,
-    "embed_tokens.weight": 6.2e-10,
-    "layers.*.self_attn.o_proj.weight": 5.1e-10,
-    "layers.*.mlp.shared_expert.up_proj.weight": 2.9e-10,
-    "layers.*.linear_attn.in_proj_z.weight": 2.5e-10,
-    "layers.*.linear_attn.in_proj_qkv.weight": 2.0e-10,
-    "layers.*.self_attn.q_proj.weight": 1.7e-10,
-    "layers.*.mlp.shared_expert.gate_proj.weight": 1.6e-10,
-    "layers.*.mlp.experts.gate_up_proj": 6.5e-11,
+    "lm_head.weight": 7.8e-9,
+    "layers.*.self_attn.v_proj.weight": 2.0e-9,
+    "layers.*.mlp.experts.down_proj": 1.5e-9,
+    "layers.*.self_attn.k_proj.weight": 7.7e-10,
+    "layers.*.mlp.shared_expert.down_proj.weight": 4.1e-10,
+    "layers.*.linear_attn.out_proj.weight": 4.0e-10,
+    "layers.*.self_attn.o_proj.weight": 3.9e-10,
+    "embed_tokens.weight": 3.7e-10,
+    "layers.*.linear_attn.in_proj_z.weight": 2.0e-10,
+    "layers.*.self_attn.q_proj.weight": 1.6e-10,
+    "layers.*.linear_attn.in_proj_qkv.weight": 1.2e-10,
+    "layers.*.mlp.shared_expert.gate_proj.weight": 1.1e-10,
+    "layers.*.mlp.shared_expert.up_proj.weight": 8.4e-11,
+    "layers.*.mlp.experts.gate_up_proj": 4.5e-11,
 }
 
 Shapes = Mapping[str, Sequence[int]]
