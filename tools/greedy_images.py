@@ -140,15 +140,19 @@ class Both:
             self.text.forward_layer = _moved(self.text.forward_layer, generator)
             setattr(self.tower.model, name, _moved(getattr(self.tower.model, name), generator))
 
-    def read(self, ids: Sequence[int], images: Sequence[PreparedImage]) -> tuple[torch.Tensor, Any, int]:
-        """Logits of every token, the state, and the position of the token that follows."""
+    def read(self, ids: Sequence[int], images: Sequence[PreparedImage],
+             answer: Sequence[int] = ()) -> tuple[torch.Tensor, Any, int]:
+        """Logits of every token, the state, and the position of the token that follows. answer: tokens behind `ids` that are words
+        whatever they are: a model of random weights writes the image token, too."""
         text, tower = self.text, self.tower
         positions, following = tower.positions(ids, [image.grids[0] for image in images])
-        x = text.embed(torch.tensor(ids))
+        behind = torch.arange(following, following + len(answer), dtype=positions.dtype)
+        x = text.embed(torch.tensor([*ids, *answer]))
         if images:
             rows = torch.cat([tower.rows(image.patches, image.grids) for image in images])
-            x[torch.tensor(ids) == tower.config.image_token_id] = rows
-        return *text.forward(list(ids), None, positions, embedded=x), following
+            x[: len(ids)][torch.tensor(ids) == tower.config.image_token_id] = rows
+        positions = torch.cat([positions, behind.expand(3, -1)], dim=1)
+        return *text.forward([*ids, *answer], None, positions, embedded=x), following + len(answer)
 
     def greedy(self, one: Asked, steps: int) -> tuple[np.ndarray, list[int]]:
         """Logits [steps, vocab] and the likeliest tokens."""
@@ -166,7 +170,7 @@ class Both:
     def follow(self, one: Asked, tokens: Sequence[int]) -> np.ndarray:
         """Logits [steps, vocab] that choose each of `tokens`."""
         with torch.no_grad():
-            return self.read([*one.ids, *tokens[:-1]], one.images)[0][len(one.ids) - 1 :].numpy()
+            return self.read(*one, tokens[:-1])[0][len(one.ids) - 1 :].numpy()
 
 
 def _moved(forward: Callable[..., Any], generator: np.random.Generator) -> Callable[..., Any]:
