@@ -142,8 +142,8 @@ class Both:
 
     def read(self, ids: Sequence[int], images: Sequence[PreparedImage],
              answer: Sequence[int] = ()) -> tuple[torch.Tensor, Any, int]:
-        """Logits of every token, the state, and the position of the token that follows. answer: tokens behind `ids` that are words
-        whatever they are: a model of random weights writes the image token, too."""
+        """Logits of every token, the state, and the position of the token that follows. answer: tokens behind `ids`, words all of
+        them: a model of random weights writes the image token, too."""
         text, tower = self.text, self.tower
         positions, following = tower.positions(ids, [image.grids[0] for image in images])
         behind = torch.arange(following, following + len(answer), dtype=positions.dtype)
