@@ -312,6 +312,27 @@ MODEL_SENSE = (
         '"x_stride": stride, "y_stride": n, "eps": eps, "offset": 0.0})',
         "test:tests/test_tiny.py::test_arithmetic_with_the_steps_apart_from_the_answer",
     ),
+    Fault(
+        "sense: rows and columns of a tower's positions exchanged",
+        "fermi_engine/model/vision_qwen.py",
+        "np.stack(block_order(*grid))",
+        "np.stack(block_order(*grid)[::-1])",
+        "test:tests/test_tiny.py::test_questions_about_pictures[side]",
+    ),
+    Fault(
+        "sense: images in the order of their end",
+        "fermi_engine/vision/encoder.py",
+        "for image, part in zip(images, parts, strict=True)",
+        "for image, part in zip(reversed(images), parts, strict=False)",
+        "test:tests/test_tiny.py::test_a_second_image_changes_the_answer",
+    ),
+    Fault(
+        "sense: red exchanged with blue",
+        "fermi_engine/vision/images.py",
+        'np.array(image.convert("RGB"))',
+        'np.array(image.convert("RGB"))[..., ::-1].copy()',
+        "test:tests/test_tiny.py::test_a_second_image_changes_the_answer",
+    ),
 )
 
 FAULTS = KERNELS + AVX2 + SM20 + MODEL + GPU_PREFILL + GPU_VISION + RESIDENT + SNAPSHOTS + SNAPSHOT_DISK + FILES + TEXT + VISION
