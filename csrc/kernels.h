@@ -183,10 +183,15 @@ typedef struct {
 
 /* Causal grouped-query attention over a paged cache; item = (token, query head) = token * heads + head.
  * Token t sits at absolute position start + t and sees positions 0..start+t. Keys and values are what the stored bytes stand
- * for: float, half, or (float)code * (float)d. Blocks of 64 absolute positions merge in
- * index order (online softmax): s = (lane sum of q * k) * scale; m' = max(m, max s); c = exp(m - m') (1st block: the sums
- * start from the block's own); p = exp(s - m'); l = l * c + lane sum of p; acc = acc * c + (sum over positions in order from +0.0 of
- * p * v); finally o = acc / l. Page size changes no bit. o holds the running sums: q and o must not overlap. */
+ * for: float, half, or (float)code * (float)d. Blocks of 64 absolute positions merge in index order (online softmax) into a
+ * span of 1024, and spans into the whole: s = (lane sum of q * k) * scale; m' = max(m, max s), m running through all blocks;
+ * p = exp(s - m'); c = exp(m - m'); l = l * c + lane sum of p; acc = acc * c + (sum over positions in order from +0.0 of p * v); in
+ * the first block of a span l and acc start from the block's own. Behind a span, its last block being full or the last one seen,
+ * g = exp(m before the span - m); L = L * g + l; total = total * g + acc; behind the first span they are its own. Finally
+ * o = total / L. So a sum of ten thousand small weights beside a large one is rounded ten times instead of 160. Page size changes
+ * no bit. o holds sums on the way: q and o must not overlap. */
+enum { ATTENTION_BLOCK = 64, ATTENTION_SPAN = 1024 };
+
 typedef struct {
     const float *q;                         /* [tokens, heads, head_dim] */
     void *const *k_pages, *const *v_pages;  /* as kv_append leaves them */
@@ -198,7 +203,7 @@ typedef struct {
 
 /* Attention without a cache, in which a token sees all of its window: a whole image, or a few neighbours. item = (token, head)
  * = token * heads + head. Windows of `window` tokens lie end to end. Blocks of 64 positions, counted from the beginning of a
- * window, merge as in attention. q, k, v and o must not overlap. */
+ * window, and spans of 1024 merge as in attention. q, k, v and o must not overlap. */
 typedef struct {
     const float *q, *k, *v;   /* [tokens, heads, head_dim] */
     float *o;                 /* [tokens, heads, head_dim] */

@@ -1,4 +1,4 @@
-"""Long prompts on the GPU: attention by blocks against the whole matrix, and codes hidden in a context: tools/long_context.py."""
+"""Long contexts: attention by blocks against the whole matrix, and codes hidden there through the GPU: tools/long_context.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fermi_engine import EngineConfig
+from fermi_engine.kernels import dispatch
 from tests.conftest import SOAK
 from tests.devices import on_devices
 from tools import long_context
@@ -29,6 +30,13 @@ def backend(request: pytest.FixtureRequest) -> str:
 def test_blocks_err_as_the_whole_matrix_does(backend: str, length: int) -> None:
     found = errors(backend, [length], FULL if backend == "cuda" else SMALL)
     assert [error.kernel for error in found] == ["prefill", "token"] * len(KINDS)
+    assert [error.line() for error in found if not error.passed] == []
+
+
+@pytest.mark.parametrize("name", dispatch.supported())
+def test_blocks_on_the_cpu_err_as_the_whole_matrix_does(name: str) -> None:
+    found = errors(name, sizes=SMALL)
+    assert [error.kernel for error in found] == ["cache", "view"] * (len(KINDS) * len(LENGTHS))
     assert [error.line() for error in found if not error.passed] == []
 
 

@@ -250,8 +250,8 @@ KERNELS = (
     Fault(
         "old sums not corrected by the new maximum",
         "csrc/scalar/attention.c",
-        "o[d + i] = begins ? acc[i] : o[d + i] * correction + acc[i];",
-        "o[d + i] = begins ? acc[i] : o[d + i] + acc[i]; (void)correction;",
+        "sum[i] = b > 0 ? sum[i] * s->correction[b] + acc[i] : acc[i];",
+        "sum[i] = b > 0 ? sum[i] + acc[i] : acc[i];",
         "stage:attention",
     ),
     Fault(

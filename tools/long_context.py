@@ -1,11 +1,12 @@
-"""Ten thousand tokens on the GPU: attention by blocks against the whole matrix, and codes hidden at depths 0.1 to 0.9.
+"""Ten thousand tokens: attention by blocks against the whole matrix, and codes hidden at depths 0.1 to 0.9 through the GPU.
 
-    python tools/long_context.py [--backend cuda|emulated] [--tokens 10000] [--contexts 4] [--checkpoint golden/tiny]
+    python tools/long_context.py [--backend cuda|emulated|avx2|ssse3|scalar] [--tokens 10000] [--contexts 4] [--checkpoint DIR]
 
-Attention: the kernels for many tokens and for one, over caches of several lengths, against the softmax of the full matrix of
-scores (reference.attention.attend) in float64; the limit is twice the error that the same in float32 makes on the same inputs.
-Needles: the questions of tools/tiny_tasks.py to a trained checkpoint's Q4_0 pack, each prompt through the GPU's prefill from the
-longest snapshot, answered greedily by the CPU. Exit status 1 where a limit is exceeded or a code that the CPU finds is missed.
+Attention: the GPU's kernels for many tokens and for one, or the CPU's over a cache and inside a view, at several lengths, against
+the softmax of the full matrix of scores (reference.attention.attend) in float64; the limit is twice the error that the same in
+float32 makes on the same inputs. Needles, where the backend is a GPU: the questions of tools/tiny_tasks.py to a trained
+checkpoint's Q4_0 pack, each prompt through the GPU's prefill from the longest snapshot, answered greedily by the CPU. Exit status
+1 where a limit is exceeded or a code that the CPU finds is missed.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,12 +29,15 @@ if not __package__:  # run as a script, which puts this folder on the path inste
 from fermi_engine.config import EngineConfig
 from fermi_engine.convert import convert
 from fermi_engine.engine import Engine
+from fermi_engine.kernels import dispatch
+from fermi_engine.kernels.cpu import CpuKernels
 from fermi_engine.kernels.sm20_attention import DeviceCache
 from fermi_engine.kernels.sm20_token import TokenKernels, attention_work
 from fermi_engine.sampling import SamplingParams
-from fermi_engine.stages import device_run
 from fermi_engine.stages.device_run import DeviceRun
-from reference import rope
+from fermi_engine.stages.table import CPU_BACKENDS, opened
+from fermi_engine.state import KVPages
+from reference import rope, vision
 from reference.attention import attend
 from reference.norms import rms_norm
 from tools.tiny_tasks import DEPTHS, Encoder, Sample, check, drawn_row
@@ -98,6 +103,11 @@ def operands(length: int, kind: str, sizes: Sizes) -> Arrays:
     return {name: array.astype(np.float32) for name, array in (("q", q), ("k", k), ("v", v))}
 
 
+def in_a_view(length: int, kind: str, sizes: Sizes) -> Arrays:
+    """The same with as many heads as key heads; the queries are those of the first tokens of a view, who see all of it."""
+    return operands(length, kind, replace(sizes, heads=sizes.kv_heads))
+
+
 def tensors(a: Arrays, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.from_numpy(array).to(dtype) for array in a.values()]
 
@@ -149,18 +159,59 @@ def one_token(run: DeviceRun, a: Arrays) -> np.ndarray:
     return run.get(out)
 
 
+def through_cache(k: CpuKernels, a: Arrays) -> np.ndarray:
+    """The CPU's kernel for tokens of a text."""
+    start, (_, kv_heads, dim) = len(a["k"]) - len(a["q"]), a["k"].shape
+    cache = KVPages(kv_heads, 64, dim)
+    cache.reserve(len(a["k"]))
+    k.kv_append(cache, np.zeros(1, np.int64), a["k"], a["v"])
+    return k.attention(a["q"], cache, np.array([start], np.int64), 1 / math.sqrt(dim))
+
+
+class FirstItems(CpuKernels):
+    """Kernels that compute so many items and leave the others."""
+
+    def __init__(self, k: CpuKernels, items: int) -> None:
+        super().__init__(dispatch.table(k.backends["full_attention"]), k.threads)
+        self.items = items
+
+    def _run(self, op: str, struct: str, items: int, grain: int, fields: dict[str, Any]) -> None:
+        super()._run(op, struct, min(items, self.items), grain, fields)
+
+
+def inside_view(k: CpuKernels, a: Arrays) -> np.ndarray:
+    """The CPU's kernel for patches, of the first ones of a view."""
+    rows, heads, dim = a["q"].shape
+    queries = np.zeros_like(a["k"])
+    queries[:rows] = a["q"]
+    return FirstItems(k, rows * heads).full_attention(queries, a["k"], a["v"], len(queries), 1 / math.sqrt(dim))[:rows]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How inputs are made, what a kernel gives for them, and what that should be."""
+
+    name: str
+    draw: Callable[[int, str, Sizes], Arrays]
+    operate: Callable[[Any, Arrays], np.ndarray]
+    define: Callable[..., torch.Tensor]
+
+
+ON_GPU = (Kernel("prefill", operands, many_tokens, attend), Kernel("token", for_one_token, one_token, by_definition))
+ON_CPU = (Kernel("cache", operands, through_cache, attend), Kernel("view", in_a_view, inside_view, vision.attend))
+
+
 def errors(backend: str, lengths: Sequence[int] = LENGTHS, sizes: Sizes = FULL) -> list[Error]:
-    """Both kernels at all lengths and kinds."""
+    """All kernels of a backend at all lengths and kinds."""
     found = []
-    with device_run.opened(backend) as run:
+    with opened(backend) as run:
         for length in lengths:
             for kind in KINDS:
-                a, one = operands(length, kind, sizes), for_one_token(length, kind, sizes)
-                rows = (("prefill", many_tokens, a, attend), ("token", one_token, one, by_definition))
-                for kernel, operate, inputs, define in rows:
-                    exact, single = (define(*tensors(inputs, dtype)).numpy() for dtype in (torch.float64, torch.float32))
-                    far = [float(np.abs(got - exact).max()) for got in (operate(run, inputs), single)]
-                    found.append(Error(kernel, length, kind, *far))
+                for kernel in ON_CPU if backend in CPU_BACKENDS else ON_GPU:
+                    inputs = kernel.draw(length, kind, sizes)
+                    exact, single = (kernel.define(*tensors(inputs, dtype)).numpy() for dtype in (torch.float64, torch.float32))
+                    far = [float(np.abs(got - exact).max()) for got in (kernel.operate(run, inputs), single)]
+                    found.append(Error(kernel.name, length, kind, *far))
     return found
 
 
@@ -192,7 +243,7 @@ def by_depth(found: np.ndarray) -> str:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", choices=("cuda", "emulated"), default="cuda")
+    parser.add_argument("--backend", choices=("cuda", "emulated", *CPU_BACKENDS), default="cuda")
     parser.add_argument("--tokens", type=int, default=10000)
     parser.add_argument("--contexts", type=int, default=4)
     parser.add_argument("--checkpoint", type=Path, default=ROOT / "golden" / "tiny")
@@ -200,10 +251,10 @@ def main() -> int:
     args = parser.parse_args()
     passed = True
     if args.only != "needles":
-        found = errors(args.backend, sizes=FULL if args.backend == "cuda" else SMALL)
+        found = errors(args.backend, sizes=SMALL if args.backend == "emulated" else FULL)
         print(*(error.line() for error in found), sep="\n", flush=True)
         passed = all(error.passed for error in found)
-    if args.only != "attention":
+    if args.only != "attention" and args.backend not in CPU_BACKENDS:
         start = time.perf_counter()
         ways = {"GPU prefill": EngineConfig(prefill="gpu", device=args.backend), "CPU": EngineConfig()}
         hits = needles(args.checkpoint, args.tokens, args.contexts, ways)

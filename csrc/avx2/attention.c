@@ -24,7 +24,7 @@ static AVX2 void avx2_run_head(const attention_args *a, int64_t begin, int64_t e
 
 AVX2 void avx2_attention(const attention_args *a, int64_t begin, int64_t end)
 {
-    if (a->head_dim > MAX_HEAD_DIM && a->format != KV_F32) { /* no model has such heads, and the tile of keys no room */
+    if (a->head_dim > MAX_HEAD_DIM) { /* no model has such heads, and neither keys nor sums room */
         scalar_attention(a, begin, end);
         return;
     }

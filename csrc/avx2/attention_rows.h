@@ -1,6 +1,6 @@
 /* Attention of query rows over the positions they see (kernels.h: attention, full_attention). A vector is eight dimensions of a
  * head. Query rows that read the same keys go through them together, so that a block of keys and values comes from memory, and
- * becomes floats, once for all of them; o holds their sums until the end. Scores are tiles of four positions by two rows, values
+ * becomes floats, once for all of them; o holds the sums of the open span. Scores are tiles of four positions by two rows, values
  * tiles of four rows by two vectors: eight sums in registers either way. What is not stored as floats is turned into them
  * sixteen keys, then 32 dimensions of the block's values at a time, which stay in the L1 cache. Scores fetch the block's values
  * meanwhile, and values the keys of the next block. */
@@ -12,17 +12,18 @@
 #include "lanes.h"
 #include "math.h"
 
-enum { ATTENTION_BLOCK = 64, MAX_ROWS = 64, KEY_TILE = 16, MAX_HEAD_DIM = 1024,
+enum { MAX_ROWS = 64, KEY_TILE = 16, MAX_HEAD_DIM = 1024,
        POSITIONS = 4, PAIR = 2, VALUE_ROWS = 4, SLAB = 32, HALF = 16 };
 
-/* A query row: scores, then weights p, of the block; how many positions it sees, its running maximum m and sum l, and what
- * the block does to them. */
+/* A query row: scores, then weights p, of the block; sums of p * v of the open span and of those before it; how many positions
+ * it sees; its running maximum m and what that was before the span; sums of the weights, l of the span, `all` of those before
+ * it; and what the block does to the span's sums. */
 typedef struct {
     float p[ATTENTION_BLOCK] __attribute__((aligned(32)));
     const float *q;
-    float *o;
+    float *o, *total;
     int64_t seen;
-    float m, l, correction;
+    float m, before, l, all, correction;
 } query;
 
 /* The block of positions first..first+n. */
@@ -136,9 +137,10 @@ static AVX2 void avx2_scores(const kv_source *a, query *queries, int64_t rows, c
     }
 }
 
-/* Scores to weights: p = exp(p - max), zero from n on; moves m and l on. */
-static AVX2 void avx2_weigh(query *row, int64_t n, int begins)
+/* Scores of the n positions from `first` on to weights: p = exp(p - max), zero behind them; moves m and l on. */
+static AVX2 void avx2_weigh(query *row, int64_t first, int64_t n)
 {
+    int begins = first % ATTENTION_SPAN == 0;
     __m256 v[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()}, eight = _mm256_set1_ps(-F32_INF);
     float *p = row->p;
     for (int64_t j = n; j < ATTENTION_BLOCK; j++)
@@ -148,7 +150,7 @@ static AVX2 void avx2_weigh(query *row, int64_t n, int begins)
     __m128 top = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     top = _mm_max_ps(top, _mm_movehl_ps(top, top));
     float max = _mm_cvtss_f32(_mm_max_ss(top, _mm_shuffle_ps(top, top, 1)));
-    max = !begins && row->m > max ? row->m : max;
+    max = first > 0 && row->m > max ? row->m : max;
     for (int j = 0; j < ATTENTION_BLOCK; j += 8) {
         __m256 weight = v_exp(_mm256_sub_ps(_mm256_load_ps(p + j), _mm256_set1_ps(max)));
         _mm256_store_ps(p + j, weight);
@@ -198,16 +200,17 @@ INLINE AVX2 void add_values(query *queries, int rows, int64_t n, int begins, con
 INLINE AVX2 void add_to_rows(query *queries, int64_t rows, const block *b, const float *const *v, int64_t at, int64_t first,
                              int64_t width, stream *keys)
 {
+    int begins = b->first % ATTENTION_SPAN == 0;
     for (int64_t r = 0, together; r < rows; r += together) {
         int64_t n = seen_of_block(queries + r, b);
         for (together = VALUE_ROWS; r + together > rows || seen_of_block(queries + r + together - 1, b) != n;)
             together /= 2;
         if (together == VALUE_ROWS)
-            add_values(queries + r, VALUE_ROWS, n, b->first == 0, v, at, first, width, keys);
+            add_values(queries + r, VALUE_ROWS, n, begins, v, at, first, width, keys);
         else if (together == 2)
-            add_values(queries + r, 2, n, b->first == 0, v, at, first, width, keys);
+            add_values(queries + r, 2, n, begins, v, at, first, width, keys);
         else
-            add_values(queries + r, 1, n, b->first == 0, v, at, first, width, keys);
+            add_values(queries + r, 1, n, begins, v, at, first, width, keys);
     }
 }
 
@@ -244,6 +247,20 @@ static AVX2 void avx2_merge_values(const kv_source *a, query *queries, int64_t r
     }
 }
 
+/* What the span from `first` on has added joins the sums of those before it. */
+static AVX2 void avx2_close_span(query *row, int64_t first, int64_t head_dim)
+{
+    float *o = row->o, *total = row->total, g = first > 0 ? f32_exp(row->before - row->m) : 0.0f;
+    __m256 merge = _mm256_set1_ps(g);
+    if (first == 0)
+        memcpy(total, o, (size_t)head_dim * sizeof *o);
+    else
+        for (int64_t d = 0; d < head_dim; d += 8)
+            store_n(total + d, mul_add(load_n(o + d, head_dim - d), load_n(total + d, head_dim - d), merge), head_dim - d);
+    row->all = first > 0 ? row->all * g + row->l : row->l;
+    row->before = row->m;
+}
+
 /* Rows are those of consecutive tokens, so that the first ones may have seen all they see before the last block. */
 static AVX2 void avx2_merge_block(const kv_source *a, query *queries, int64_t rows, const block *b, const block *next)
 {
@@ -251,16 +268,33 @@ static AVX2 void avx2_merge_block(const kv_source *a, query *queries, int64_t ro
         queries++;
         rows--;
     }
+    for (int64_t r = 0; r < rows && b->first > 0 && b->first % ATTENTION_SPAN == 0; r++)
+        avx2_close_span(queries + r, b->first - ATTENTION_SPAN, a->head_dim);
     avx2_scores(a, queries, rows, b);
     for (int64_t r = 0; r < rows; r++)
-        avx2_weigh(queries + r, seen_of_block(queries + r, b), b->first == 0);
+        avx2_weigh(queries + r, b->first, seen_of_block(queries + r, b));
     avx2_merge_values(a, queries, rows, b, next);
+}
+
+/* o = the sums of all spans / the sum of their weights. */
+static AVX2 void avx2_finish_row(query *row, int64_t head_dim)
+{
+    int64_t last = (row->seen - 1) / ATTENTION_SPAN * ATTENTION_SPAN;
+    if (last > 0)
+        avx2_close_span(row, last, head_dim);
+    const float *sum = last > 0 ? row->total : row->o;
+    __m256 l = _mm256_set1_ps(last > 0 ? row->all : row->l);
+    for (int64_t d = 0; d < head_dim; d += 8)
+        store_n(row->o + d, _mm256_div_ps(load_n(sum + d, head_dim - d), l), head_dim - d);
 }
 
 static AVX2 void avx2_run_rows(const kv_source *a, query *queries, int64_t rows)
 {
     block blocks[2];
     int64_t seen = rows ? queries[rows - 1].seen : 0;
+    float totals[seen > ATTENTION_SPAN ? rows * a->head_dim : 1];
+    for (int64_t r = 0; r < rows; r++)
+        queries[r].total = totals + (seen > ATTENTION_SPAN ? r * a->head_dim : 0);
     if (rows)
         block_at(a, 0, seen, &blocks[0]);
     for (int64_t first = 0, turn = 0; first < seen; first += ATTENTION_BLOCK, turn = !turn) {
@@ -271,10 +305,7 @@ static AVX2 void avx2_run_rows(const kv_source *a, query *queries, int64_t rows)
         avx2_merge_block(a, queries, rows, &blocks[turn], next);
     }
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t d = 0; d < a->head_dim; d += 8) {
-            float *o = queries[r].o + d;
-            store_n(o, _mm256_div_ps(load_n(o, a->head_dim - d), _mm256_set1_ps(queries[r].l)), a->head_dim - d);
-        }
+        avx2_finish_row(queries + r, a->head_dim);
 }
 
 #endif

@@ -1,6 +1,6 @@
 /* Attention of query rows over the positions they see (kernels.h: attention, full_attention). A vector is four dimensions of a
  * head. Query rows that read the same keys go through them together, so that a block of keys and values comes from memory, and
- * becomes floats, once for all of them; o holds their sums until the end. Scores are tiles of four positions by two rows
+ * becomes floats, once for all of them; o holds the sums of the open span. Scores are tiles of four positions by two rows
  * (dot.h); values are added with eight vectors (32 dimensions) of sums in registers. What is used again and again lies side by
  * side in the L1 cache meanwhile: sixteen keys, then a slab of 32 dimensions of the block's values, whose rows in a page would
  * compete for a few of its sets. */
@@ -12,15 +12,16 @@
 #include "kv.h"
 #include "math.h"
 
-enum { ATTENTION_BLOCK = 64, MAX_ROWS = 64, KEY_TILE = 16, VALUE_VECTORS = 8, SLAB = 4 * VALUE_VECTORS, MAX_HEAD_DIM = 1024 };
+enum { MAX_ROWS = 64, KEY_TILE = 16, VALUE_VECTORS = 8, SLAB = 4 * VALUE_VECTORS, MAX_HEAD_DIM = 1024 };
 
-/* A query row: how many positions it sees, its running maximum m and sum l, what the block does to them, and the scores,
- * then weights p, of the block. */
+/* A query row: sums of p * v of the open span and of those before it; how many positions it sees; its running maximum m and
+ * what that was before the span; sums of the weights, l of the span, `all` of those before it; what the block does to the span's
+ * sums; and the scores, then weights p, of the block. */
 typedef struct {
     const float *q;
-    float *o;
+    float *o, *total;
     int64_t seen;
-    float m, l, correction;
+    float m, before, l, all, correction;
     float p[ATTENTION_BLOCK];
 } query;
 
@@ -72,9 +73,10 @@ static SSSE3 void scores(const kv_source *a, query *queries, int64_t rows, const
     }
 }
 
-/* Scores to weights: p = exp(p - max), zero from n on; moves m and l on. */
-static SSSE3 void weigh(query *row, int64_t n, int begins)
+/* Scores of the n positions from `first` on to weights: p = exp(p - max), zero behind them; moves m and l on. */
+static SSSE3 void weigh(query *row, int64_t first, int64_t n)
 {
+    int begins = first % ATTENTION_SPAN == 0;
     __m128 v[4], top = _mm_set1_ps(-F32_INF);
     float *p = row->p;
     for (int64_t j = n; j < ATTENTION_BLOCK; j++)
@@ -83,7 +85,7 @@ static SSSE3 void weigh(query *row, int64_t n, int begins)
         top = _mm_max_ps(_mm_loadu_ps(p + j), top);
     top = _mm_max_ps(top, _mm_movehl_ps(top, top));
     float max = _mm_cvtss_f32(_mm_max_ss(top, _mm_shuffle_ps(top, top, 1)));
-    max = !begins && row->m > max ? row->m : max;
+    max = first > 0 && row->m > max ? row->m : max;
     for (int i = 0; i < 4; i++)
         v[i] = _mm_setzero_ps();
     for (int j = 0; j < ATTENTION_BLOCK; j += 4) {
@@ -125,6 +127,7 @@ static int64_t seen_of_block(const query *row, const block *b)
 static SSSE3 void merge_values(const kv_source *a, query *queries, int64_t rows, const block *b)
 {
     float slab[ATTENTION_BLOCK * SLAB];
+    int begins = b->first % ATTENTION_SPAN == 0;
     for (int64_t first = 0; first < a->head_dim; first += SLAB) {
         int64_t width = a->head_dim - first < SLAB ? a->head_dim - first : SLAB;
         for (int64_t j = 0; j < b->n; j++) {
@@ -134,11 +137,25 @@ static SSSE3 void merge_values(const kv_source *a, query *queries, int64_t rows,
         }
         for (int64_t r = 0; r < rows; r++) {
             if (width == SLAB)
-                add_values(queries + r, seen_of_block(queries + r, b), b->first == 0, slab, first, SLAB);
+                add_values(queries + r, seen_of_block(queries + r, b), begins, slab, first, SLAB);
             else
-                add_values(queries + r, seen_of_block(queries + r, b), b->first == 0, slab, first, width);
+                add_values(queries + r, seen_of_block(queries + r, b), begins, slab, first, width);
         }
     }
+}
+
+/* What the span from `first` on has added joins the sums of those before it. */
+static SSSE3 void close_span(query *row, int64_t first, int64_t head_dim)
+{
+    float *o = row->o, *total = row->total, g = first > 0 ? f32_exp(row->before - row->m) : 0.0f;
+    __m128 merge = _mm_set1_ps(g);
+    if (first == 0)
+        memcpy(total, o, (size_t)head_dim * sizeof *o);
+    else
+        for (int64_t d = 0; d < head_dim; d += 4)
+            store_n(total + d, mul_add(load_n(o + d, head_dim - d), load_n(total + d, head_dim - d), merge), head_dim - d);
+    row->all = first > 0 ? row->all * g + row->l : row->l;
+    row->before = row->m;
 }
 
 /* Rows are those of consecutive tokens, so that the first ones may have seen all they see before the last block. */
@@ -148,15 +165,32 @@ static SSSE3 void merge_block(const kv_source *a, query *queries, int64_t rows, 
         queries++;
         rows--;
     }
+    for (int64_t r = 0; r < rows && b->first > 0 && b->first % ATTENTION_SPAN == 0; r++)
+        close_span(queries + r, b->first - ATTENTION_SPAN, a->head_dim);
     scores(a, queries, rows, b);
     for (int64_t r = 0; r < rows; r++)
-        weigh(queries + r, seen_of_block(queries + r, b), b->first == 0);
+        weigh(queries + r, b->first, seen_of_block(queries + r, b));
     merge_values(a, queries, rows, b);
+}
+
+/* o = the sums of all spans / the sum of their weights. */
+static SSSE3 void finish_row(query *row, int64_t head_dim)
+{
+    int64_t last = (row->seen - 1) / ATTENTION_SPAN * ATTENTION_SPAN;
+    if (last > 0)
+        close_span(row, last, head_dim);
+    const float *sum = last > 0 ? row->total : row->o;
+    __m128 l = _mm_set1_ps(last > 0 ? row->all : row->l);
+    for (int64_t d = 0; d < head_dim; d += 4)
+        store_n(row->o + d, _mm_div_ps(load_n(sum + d, head_dim - d), l), head_dim - d);
 }
 
 static SSSE3 void run_rows(const kv_source *a, query *queries, int64_t rows)
 {
     int64_t seen = rows ? queries[rows - 1].seen : 0;
+    float totals[seen > ATTENTION_SPAN ? rows * a->head_dim : 1];
+    for (int64_t r = 0; r < rows; r++)
+        queries[r].total = totals + (seen > ATTENTION_SPAN ? r * a->head_dim : 0);
     for (block b = {0}; b.first < seen; b.first += ATTENTION_BLOCK) {
         b.n = seen - b.first < ATTENTION_BLOCK ? seen - b.first : ATTENTION_BLOCK;
         kv_rows(a, a->k_pages, b.first, b.n, b.k);
@@ -164,10 +198,7 @@ static SSSE3 void run_rows(const kv_source *a, query *queries, int64_t rows)
         merge_block(a, queries, rows, &b);
     }
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t d = 0; d < a->head_dim; d += 4) {
-            float *o = queries[r].o + d;
-            store_n(o, _mm_div_ps(load_n(o, a->head_dim - d), _mm_set1_ps(queries[r].l)), a->head_dim - d);
-        }
+        finish_row(queries + r, a->head_dim);
 }
 
 #endif

@@ -33,6 +33,10 @@ static SSSE3 void head_rows(const full_attention_args *a, int64_t begin, int64_t
 
 SSSE3 void ssse3_full_attention(const full_attention_args *a, int64_t begin, int64_t end)
 {
+    if (a->head_dim > MAX_HEAD_DIM) { /* no model has such heads, and sums no room */
+        scalar_full_attention(a, begin, end);
+        return;
+    }
     for (int64_t head = 0; head < a->heads; head++)
         head_rows(a, begin, end, head);
 }
