@@ -65,4 +65,11 @@ AVX2 = (
         "(void)n;\n    return _mm256_loadu_ps(p);",
         "stage:gemm_f32",
     ),
+    Fault(
+        "a span of attention begins with what the one before left",
+        "csrc/avx2/attention_rows.h",
+        "int begins = b->first % ATTENTION_SPAN == 0;",
+        "int begins = b->first == 0;",
+        "stage:attention_long",
+    ),
 )

@@ -255,6 +255,27 @@ KERNELS = (
         "stage:attention",
     ),
     Fault(
+        "a span dropped: sums of the one before overwritten",
+        "csrc/scalar/attention.c",
+        "o[d + i] = first > 0 ? o[d + i] * s->merge + sum[i] : sum[i];",
+        "o[d + i] = sum[i];",
+        "stage:attention_long",
+    ),
+    Fault(
+        "the last span merged twice",
+        "csrc/ssse3/attention_rows.h",
+        "    if (last > 0)\n        close_span(row, last, head_dim);",
+        "    for (int twice = 0; twice < 2 && last > 0; twice++)\n        close_span(row, last, head_dim);",
+        "stage:attention_long",
+    ),
+    Fault(
+        "earlier spans of a view as they were under their own maximum",
+        "csrc/scalar/attention_span.h",
+        "s->merge = first > 0 ? f32_exp(before - s->m) : 0.0f;",
+        "s->merge = first > 0 ? 1.0f : 0.0f * before;",
+        "test:tests/test_attention_spans.py::test_sums_are_made_in_the_order_that_the_header_says",
+    ),
+    Fault(
         "router ties to the higher id",
         "csrc/scalar/topk.h",
         "at > 0 && logits[expert] > logits[ids[at - 1]]",

@@ -128,6 +128,7 @@ def _attention(k: CpuKernels, d: Draw) -> dict[str, list[np.ndarray]]:
         (62, 5, 4, 2, 24, 7),
         (130, 9, 6, 2, 64, 16),
         (200, 3, 8, 2, 256, 64),
+        (1020, 9, 4, 2, 32, 100),
     ):
         half = head_dim // 8
         positions = np.ascontiguousarray(np.broadcast_to(np.arange(start, start + tokens, dtype=np.int32), (3, tokens)))

@@ -18,6 +18,7 @@ from fermi_engine.state import KVPages
 
 Compute = Callable[[CpuKernels, Arrays], Arrays]
 UNWRITTEN = 0xA5  # byte of a page before anything is appended
+PAGE_TOKENS = 100  # no multiple of a block of attention
 
 
 def elementwise(op: str) -> Compute:
@@ -149,15 +150,19 @@ def cache_formats(head_dim: int) -> tuple[str, ...]:
     return KV_FORMATS if head_dim % 32 == 0 else KV_FORMATS[:2]
 
 
+def given_formats(a: Arrays) -> list[str]:
+    return [format for format in KV_FORMATS if f"{format}.k" in a]
+
+
 def attention(k: CpuKernels, a: Arrays) -> Arrays:
-    """`<format>.k` and `<format>.v` [start + T, HKV, row bytes] in pages of `page_tokens`, whose rest is left as it comes ->
-    o under the format's name."""
+    """`<format>.k` and `<format>.v` [start + T, HKV, row bytes] of some formats, in pages of `page_tokens` or, where there is no
+    such input, PAGE_TOKENS, whose rest is left as it comes -> o under the format's name."""
     tokens, _, head_dim = a["q"].shape
     out = {}
-    for format in cache_formats(head_dim):
+    for format in given_formats(a):
         rows = [a[f"{format}.{name}"] for name in ("k", "v")]
         length, kv_heads, _ = rows[0].shape
-        cache = _cache(k, format, length, kv_heads, head_dim, int(a["page_tokens"]))
+        cache = _cache(k, format, length, kv_heads, head_dim, int(a.get("page_tokens", PAGE_TOKENS)))
         for part, pages in zip(rows, (cache.keys, cache.values), strict=True):
             fill_pages(pages, part)
         out[format] = k.attention(a["q"], cache, np.array([length - tokens], np.int64), float(a["scale"]))

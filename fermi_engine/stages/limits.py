@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fermi_engine.compare import All, Arrays, Count, Rule, TwiceReference
-from fermi_engine.stages.cpu import cache_formats, fill_pages
+from fermi_engine.stages.cpu import cache_formats, fill_pages, given_formats
 from fermi_engine.state import KVPages
 
 # Roundings of single elements, sums left out (compare.TwiceReference), where every family makes the same.
@@ -103,9 +103,9 @@ class Arithmetic:
         return max(float(np.abs(values).max()) for values in self._cached(a, "v"))
 
     def _cached(self, a: Arrays, name: str) -> list[np.ndarray]:
-        """Keys or values [S, HKV, D] as each format stands for them."""
+        """Keys or values [S, HKV, D] as each format stands for them that a family has and that is there."""
         head_dim, found = a["q"].shape[2], []
-        for format in self.caches(head_dim):
+        for format in (one for one in given_formats(a) if one in self.caches(head_dim)):
             rows = a[f"{format}.{name}"]
             cache = KVPages(rows.shape[1], len(rows), head_dim, format)
             cache.reserve(len(rows))

@@ -142,6 +142,12 @@ def _kernel(name: str, compute: cpu.Compute | None, device: gpu.Candidate | None
                  device and Form(device.compute, _rule(compare, SM20), device.entries, device.outputs))
 
 
+def _again(name: str, compute: cpu.Compute, device: gpu.Candidate, compare: By) -> Stage:
+    """Another row about a kernel that has one of its name on the CPU."""
+    return Stage(name, Form(compute, _rule(compare, CPU)),
+                 Form(device.compute, _rule(compare, SM20), device.entries, device.outputs))
+
+
 def _above(name: str, compute: cpu.Compute, device: gpu.Compute | None, compare: By) -> Stage:
     """A row above kernels, or about no kernel."""
     return Stage(name, Form(compute, _rule(compare, CPU)), device and Form(device, _rule(compare, SM20)))
@@ -217,7 +223,7 @@ STAGES = (
     _kernel("grouped_tiles",   None,                         products.grouped_tiles,      Exact()),
     _kernel("grouped_gemm_q4_0", None,                       products.grouped_gemm("q4_0"), lambda on: Rounding(*on.dot)),
     _kernel("grouped_gemm_q8_0", None,                       products.grouped_gemm("q8_0"), lambda on: Rounding(*on.dot)),
-    _kernel("attention_long",  None,                         gpu.attention,
+    _again("attention_long",   cpu.attention,                gpu.attention,
             lambda on: TwiceReference(on.score_softmax, on.cached_size)),
     _kernel("gdn_chunk",       None,                         gpu.gdn_chunk,               lambda on: on.delta_rule),
     _kernel("token_gemv_f32",  None,                         token.token_gemv("f32"),     _token_product),
