@@ -66,10 +66,10 @@ AVX2 = (
         "stage:gemm_f32",
     ),
     Fault(
-        "a span of attention begins with what the one before left",
+        "weights of the span before counted among those of the next",
         "csrc/avx2/attention_rows.h",
-        "int begins = b->first % ATTENTION_SPAN == 0;",
-        "int begins = b->first == 0;",
+        "int begins = first % ATTENTION_SPAN == 0;",
+        "int begins = first == 0;",
         "stage:attention_long",
     ),
 )

@@ -269,7 +269,7 @@ KERNELS = (
         "stage:attention_long",
     ),
     Fault(
-        "earlier spans of a view as they were under their own maximum",
+        "earlier spans as they were under their own maximum",
         "csrc/scalar/attention_span.h",
         "s->merge = first > 0 ? f32_exp(before - s->m) : 0.0f;",
         "s->merge = first > 0 ? 1.0f : 0.0f * before;",
