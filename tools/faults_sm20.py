@@ -74,7 +74,7 @@ PRODUCTS = (
 
 ROWS = (
     Fault("last float of a row lost", f"{_SM20}rows.cuh", "if (left > 0)\n        p[0]", "if (left > 1)\n        p[0]",
-          "sm20:rms_norm"),
+          "sm20:gelu_tanh"),
     Fault("every second round of a long row left out of its sum", f"{_SM20}rows.cuh",
           "i < n; i += 4 * lanes)\n        acc", "i < n; i += 8 * lanes)\n        acc", "sm20:rms_norm"),
     Fault("fourth square of a quad dropped", f"{_SM20}rows.cuh",
@@ -83,7 +83,7 @@ ROWS = (
           "            shared[t] += shared[t + s];\n        __syncthreads();", "            shared[t] += shared[t + s];",
           "sm20:rms_norm"),
     Fault("rows that share a block mixed", f"{_SM20}rows.cuh", "return shared[t - lane];", "return shared[0];",
-          "sm20:gated_rms_norm"),
+          "sm20:layer_norm"),
     Fault("sigmoid in place of silu", f"{_SM20}gated_rms_norm.cu", "w.y * f32_silu(z.y)", "w.y * f32_sigmoid(z.y)",
           "sm20:gated_rms_norm"),
     Fault("heads of another token", f"{_SM20}l2_norm.cu", "row % a.heads * a.n", "row % a.tokens * a.n", "sm20:l2_norm"),
