@@ -125,7 +125,7 @@ MODEL = (
         "fermi_engine/model/decoder.py",
         "state.position += len(ids)",
         "state.position += len(ids) - (len(ids) == 1)",
-        "stage:snapshot_resume",
+        "stage:decode",
     ),
 )
 
