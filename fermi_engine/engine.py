@@ -192,7 +192,10 @@ class Engine:
 
         owner: Any = self.resident if self.gpu is None else self.gpu.owner()
         evict = owner.spare if self.gpu is None else owner.evict
-        return GpuVision(owner.device, self.pack, self.pack.vision, owner.ledger, owner.host, self.options.gemm, evict=evict)
+        tower = GpuVision(owner.device, self.pack, self.pack.vision, owner.ledger, owner.host, self.options.gemm, evict=evict)
+        if self.gpu is None:
+            owner.make_room = tower.release
+        return tower
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

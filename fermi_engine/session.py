@@ -113,7 +113,8 @@ class Session:
 
         Goes on from this session's own tokens or from a snapshot, whichever holds the longest beginning of `ids`, and leaves
         snapshots behind: at boundaries, at the end, and at `marks`, positions where messages end, the first of them the end of
-        what many prompts share. `cached_tokens` says how many were not evaluated. Raises as `prefill`, before any work.
+        what many prompts share. `cached_tokens` says how many were not evaluated. Raises as `prefill`: for what is wrong
+        with `ids` before anything has happened; where images fail, the session stands at what it would have gone on from.
         """
         checked = self._checked(ids, 0)
         placed = self._placed(checked, images, 0)
@@ -123,6 +124,8 @@ class Session:
         if logits is not None:
             self._seen = placed.seen() if placed else Seen()
             return logits
+        if placed is not None:  # a cached state does not say how far positions are ahead, and what follows may fail
+            self._seen = Seen(self._seen.images, placed.shift_at(self.position))
         cache = self._cache()
         if cache is None:
             return self._append(prefix.ids[self.position :], progress, None, is_prompt=True, images=placed)
@@ -258,7 +261,7 @@ class Session:
         are the rest of a prompt, and go the way that its beginning went. images: those of the prompt, or of these ids."""
         is_prompt = is_prompt or taking is not None
         if images is not None:
-            images.encode(self.position)  # here, where an error leaves the session as it was
+            images.encode(self.position)  # here, where an error leaves the state whole
         start = time.perf_counter()
         if self.engine.is_resident:
             logits = self._on_resident(ids, progress, taking, is_prompt or images is not None or len(ids) > 1, images)

@@ -314,6 +314,39 @@ def test_a_tower_that_fails_leaves_the_session_as_it_was(seeing, path):
     assert np.array_equal(session.prefill(one.ids, images=one.images), right)
 
 
+def test_the_tower_makes_room_for_the_text(seeing):
+    """Where a prompt with an image fits while the CPU encodes it, it fits while the GPU does: the tower's weights go before a
+    refusal, when the cache or the activations need their memory."""
+    for name, vram, text in (("minicpm", 3000 << 10, ()), ("minicpm", 4000 << 10, [1] * 1500)):
+        found = []
+        for vision in ("cpu", "gpu"):
+            seen = engine(seeing[name], "resident", vram=vram, vision=vision)
+            one, session = prompt(seen, pictures(1), text=300), seen.session()
+            session.prefill(one.ids, images=one.images)
+            if text:
+                session.prefill(text)
+            found.append(session.position)
+            assert seen.resident.ledger.peak <= vram
+        assert found[0] == found[1]
+
+
+@ON_PATHS
+def test_a_tower_that_fails_behind_a_snapshot_leaves_positions_right(seeing, path, name):
+    """What a session goes on from holds an image, whose positions fall behind its count of tokens."""
+    seen = engine(seeing[name], path, snapshot_ram=None)
+    one, more = prompt(seen, pictures(1)), prompt(seen, pictures(1, seed=4), text=9, seed=1)
+    right = seen.session()
+    right.prompt(one.ids, images=one.images)
+    encode, session = seen.vision.encode, seen.session()
+    seen.vision.encode = raising(DeviceMemoryError("no room for the tower"))
+    with pytest.raises(DeviceMemoryError):
+        session.prompt([*one.ids, *more.ids], images=[*one.images, *more.images])
+    seen.vision.encode = encode
+    assert session.position == len(one.ids)
+    assert np.array_equal(session.decode(7), right.decode(7))
+    assert everything(session, session.decode(8)) == everything(right, right.decode(8))
+
+
 def raising(error: BaseException):
     def encode(image: Any) -> None:
         raise error

@@ -168,3 +168,23 @@ def test_models_that_do_not_run_say_why(tmp_path, changes, reason):
     engine = Engine.load(convert(checkpoint, tmp_path / "p.pack", format="q8_0"), config=EngineConfig(threads=1))
     with pytest.raises(DeviceError, match=f"the model cannot live on the GPU: {reason}.*; run with --decode cpu"):
         resident(engine)
+
+
+def test_a_refused_prompt_costs_later_ones_nothing(dense):
+    """A cache that has grown for a prompt which is then refused gives its memory up again."""
+    engine, ids = dense["q8_0"], ids_for(dense["q8_0"], 3000)
+    free, state = resident(engine), fresh(engine)
+    right = [free.prefill(ids[:200], state), free.prefill(ids[:3], state)]
+    tight, other = resident(engine, vram=free.ledger.peak), fresh(engine)
+    assert np.array_equal(tight.prefill(ids[:200], other), right[0])
+    kept = []
+    for tokens in range(20_000, 1200, -400):  # nothing of those fits, then their cache, then all
+        try:
+            tight.admit(other, tokens, True)
+        except DeviceMemoryError:
+            kept.append(tight._capacity)
+    assert max(kept) > 1024
+    assert kept[0] == 0
+    assert len(kept) < 40
+    assert np.array_equal(tight.prefill(ids[:3], other), right[1])
+    assert np.array_equal(tight.prefill(ids[:200], fresh(engine)), right[0])

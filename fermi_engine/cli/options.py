@@ -32,7 +32,7 @@ Gemm = Annotated[str | None, typer.Option(metavar="own|vendor", show_default=Fal
                                           help="Dense products on the GPU: own kernels, or cuBLAS (default of --decode gpu).")]
 Decode = Annotated[str, typer.Option(metavar="cpu|gpu", help="gpu: a dense model wholly on the GPU, prefill included.")]
 Vision = Annotated[str, typer.Option("--vision", metavar="cpu|gpu|auto",
-                                     help="Who encodes images; auto: the GPU where it prefills or decodes.")]
+                                     help="Who encodes images; auto: the GPU with --prefill gpu or --decode gpu.")]
 SnapshotRam = Annotated[str | None, typer.Option("--snapshot-ram", metavar="SIZE", show_default=False,
                                                  help="Memory for states that later prompts go on from, such as 2GiB; 0: none.")]
 SnapshotDir = Annotated[Path | None, typer.Option("--snapshot-dir", metavar="DIR", show_default=False,

@@ -65,6 +65,7 @@ class Resident:
         self._activations: DeviceBuffer | None = None
         self._kv: list[DeviceBuffer] = []  # whose size grows with the context
         self._capacity = 0
+        self.make_room: Callable[[], None] | None = None  # what else the ledger holds gives back what it can
         self._owner: weakref.ref[HybridState] | None = None
         self._position = self._fetched = 0  # of the device's timeline, and of its owner's arrays
         self._is_open = False  # whether chunks are carried up to its position
@@ -103,21 +104,31 @@ class Resident:
         """Have memory for `tokens` more. DeviceMemoryError, before any work, when there is none; `state` is whole then."""
         end = self.position(state) + tokens
         if end > self._capacity:
-            self._grow(end)
+            least = rounded(Activations(self.config, min(tokens, BLOCK_STEP)).nbytes) if is_prefill else 0
+            self._grow(self._affordable(end, least))
         if is_prefill:
-            self._block_tokens(tokens)
+            self._block_tokens(tokens, end)
 
-    def _grow(self, end: int) -> None:
-        """Room for at least `end` positions: twice what there was, and less where memory is short."""
+    def _affordable(self, end: int, beside: int) -> int:
+        """Positions to have room for: twice what there was, and less where memory is short, `beside` other bytes counted."""
+        least = _stepped(end, BLOCK_STEP)
+        wanted = max(_stepped(end, CAPACITY_STEP), min(2 * self._capacity, self.context))
+        mine = (*self._kv, *([self._activations] if self._activations else []))
+        for make_room in (None, self.make_room):
+            if make_room is not None:
+                make_room()
+            left = self.ledger.limit - self.ledger.used + sum(rounded(buffer.nbytes) for buffer in mine)
+            for capacity in (wanted, least):
+                if sum(map(rounded, self._growing(capacity).values())) + beside <= left:
+                    return capacity
+        return least
+
+    def _grow(self, capacity: int) -> None:
+        """Room for so many positions, more or fewer than there was."""
         self._evict()
         for buffer in (*self._kv, *([self._activations] if self._activations else [])):
             self.ledger.free(buffer)
-        self._kv, self._activations, before, self._capacity = [], None, self._capacity, 0
-        least = -(-end // BLOCK_STEP) * BLOCK_STEP
-        wanted = max(-(-end // CAPACITY_STEP) * CAPACITY_STEP, min(2 * before, self.context))
-        for capacity in (wanted, least):
-            if sum(map(rounded, self._growing(capacity).values())) <= self.ledger.limit - self.ledger.used:
-                break
+        self._kv, self._activations, self._capacity = [], None, 0
         with self.ledger.scope(only_after_errors=True):
             self._kv = [buffer for name, nbytes in self._growing(capacity).items() if (buffer := self._alloc(nbytes, name))]
         self._settle(capacity)
@@ -138,23 +149,31 @@ class Resident:
                                    self._device_state.layers)
         self._capacity = capacity
 
-    def _block_tokens(self, tokens: int) -> int:
-        """Tokens of a block of a prefill of so many: all, or what there is memory for; that memory is there then."""
+    def _block_tokens(self, tokens: int, end: int | None = None) -> int:
+        """Tokens of a block of a prefill of so many: all, or what there is memory for; that memory is there then. end: the
+        position behind them, where the device need not hold a timeline yet: a cache with room for more gives it up."""
         wanted = min(self.token_block or MOST_TOKENS, tokens)
         if self._activations is not None and Activations(self.config, wanted).nbytes <= self._activations.nbytes:
             return wanted
-        if self._activations is not None:
-            self.device.synchronize()
-            self.ledger.free(self._activations)
-            self._activations = None
-        left = self.ledger.limit - self.ledger.used
-        block = next((most for most in _sizes(wanted) if rounded(Activations(self.config, most).nbytes) <= left), 0)
+        self.spare()
+        block = self._most_tokens(wanted)
+        if not block and self.make_room is not None:
+            self.make_room()
+            block = self._most_tokens(wanted)
+        if not block and end is not None and self._capacity > _stepped(end, BLOCK_STEP):
+            self._grow(_stepped(end, BLOCK_STEP))
+            block = self._most_tokens(wanted)
         if not block:
-            least = Activations(self.config, min(tokens, BLOCK_STEP)).nbytes
+            least, left = Activations(self.config, min(tokens, BLOCK_STEP)).nbytes, self.ledger.limit - self.ledger.used
             raise DeviceMemoryError(f"prefill takes at least {least} bytes of device memory beside weights, keys and values of "
                                     f"{self._capacity} positions; {left} of the {self.ledger.limit} allowed are left: {OFFER}")
         self._activations = self._alloc(Activations(self.config, block).nbytes, "activations")
         return block
+
+    def _most_tokens(self, wanted: int) -> int:
+        """Of a block for whose activations there is room; 0 where there is none for the smallest."""
+        left = self.ledger.limit - self.ledger.used
+        return next((most for most in _sizes(wanted) if rounded(Activations(self.config, most).nbytes) <= left), 0)
 
     def spare(self) -> None:
         """Give back what only a prefill uses; none may be under way. The next one takes what there is then."""
@@ -396,6 +415,11 @@ class Resident:
         self._owner = None
         self.ledger.settle({})
         self.host.close()
+
+
+def _stepped(count: int, step: int) -> int:
+    """The next multiple."""
+    return -(-count // step) * step
 
 
 def _sizes(tokens: int) -> Iterator[int]:

@@ -180,6 +180,10 @@ class PlacedImages:
         earlier = tuple(span for span in (before.images if before else ()) if span.begin < self.first)
         return Seen((*earlier, *spans), self.end - self.first - self.axes.shape[1])
 
+    def shift_at(self, tokens: int) -> int:
+        """How far positions are ahead of counts behind the run's first `tokens`, for a run that begins a sequence."""
+        return int(self.axes[:, :tokens].max(initial=-1)) + 1 - tokens
+
     def part(self, begin: int, end: int) -> ImageTokens:
         """Tokens begin..end of the sequence, all of the run."""
         slots, rows = [np.empty(0, np.int64)], [np.empty((0, self._vision.config.out_hidden_size), np.float32)]
