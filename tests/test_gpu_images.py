@@ -3,7 +3,6 @@ a prompt is cut, and states that belong to the images they have seen."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np

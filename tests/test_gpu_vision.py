@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator
 
@@ -11,25 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from fermi_engine import Engine, EngineConfig
-from fermi_engine.errors import ConfigError, DeviceError, DeviceMemoryError
-from fermi_engine.formats import FORMATS, Matrix
-from fermi_engine.gpu.stream import HostMemory
-from fermi_engine.gpu.vision import WEIGHTS, GpuVision
+from fermi_engine.gpu.vision import WEIGHTS
 from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.kernels.gpu import Device, open_device
 from fermi_engine.kernels.sm20_vision import view_tiles
 from fermi_engine.model import gpu_vision
-from fermi_engine.model.gpu_vision import VisionWeights
-from fermi_engine.placement import Ledger
-from fermi_engine.snapshots.prefix import NumericPath
 from fermi_engine.stages.device_run import DeviceRun
-from fermi_engine.vision.config import MINICPM, QWEN, VisionConfig, stored_shapes
-from fermi_engine.vision.plans import MiniCpmImages, QwenImages
+from fermi_engine.vision.config import MINICPM
 from tests.devices import on_devices
 from tests.gpu_vision_cases import FAMILIES, GRIDS, expected, on_gpu, patches_of, quantised, tower
-from tests.resident_cases import Hollow
-from tools.make_checkpoint import make_checkpoint
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
