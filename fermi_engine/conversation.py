@@ -176,7 +176,7 @@ class Conversation:
         if self.request.timing:
             report.note(_timing(self.timeline, finish, time.perf_counter() - start))
             report.note(_shares(*clock.stop()))
-            if shown:
+            if shown and self.engine.vision.encoded.images:
                 report.note(self.engine.vision.encoded.line())
             if self.engine.snapshots is not None:
                 report.note(self.engine.snapshots.line(self.timeline.promise))

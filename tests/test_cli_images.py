@@ -115,7 +115,7 @@ def test_a_talk_about_images_goes_on_in_another_run(family: str, files: Path, tm
     first = say("--prompt", "one", "--image", shown, "--session", "s")[0]
     second, err = say("--prompt", "two", "--session", "s", "--timing")
     assert first + second == whole
-    assert "images encoded: 0 " in err
+    assert "images encoded" not in err
     shutil.rmtree(tmp_path / "b")
     third = say("--prompt", "three", "--image", files / "b.jpg", "--session", "s")[0]
     image = {"type": "image"}
@@ -147,7 +147,7 @@ def test_raw_text_after_images_goes_on_in_another_run(files: Path, tmp_path: Pat
     status, second, err = run(capsys, *plain[:6], "-n", "5", *kept, "--timing")
     assert status == 0, err
     assert first.rstrip("\n") + second.rstrip("\n") == whole.rstrip("\n")
-    assert "images encoded: 0 " in err
+    assert "images encoded" not in err
 
 
 def test_mistakes_are_one_line(files: Path, capsys: pytest.CaptureFixture) -> None:
