@@ -13,7 +13,6 @@ import numpy as np
 from fermi_engine.formats import Experts, KVLayout, Matrix
 from fermi_engine.kernels.runner import Runner
 
-ATTENTION_BLOCK = 64  # absolute positions that merge together; page sizes do not change it
 MAX_TAPS = 16  # of conv1d_silu: csrc/kernels.h
 MATRIX_GROUPS = 16  # groups of 8 rows that a thread takes at least
 WINDOW_TOKENS = 64  # tokens that share a pass over the keys and values of an image: csrc/*/attention_rows.h
