@@ -409,6 +409,21 @@ def test_a_resumed_run_goes_on_where_it_stopped(run):
     assert again.config == trainer.config
 
 
+def test_options_that_do_not_go_together_are_refused_in_one_line(run, capsys):
+    """Before anything is trained or written."""
+    state = str(run[1])
+    for arguments, parts in (
+        (["--mean", state, state, "--out", state], ["--mean trains nothing", "give --export"]),
+        (["--resume", state, "--start", state, "--out", state], ["--resume", "--start", "give one of them"]),
+        (["--resume", state, "--stage", "images", "--export", state], ["of stage text, but stage images", "give --start"]),
+    ):
+        assert train_tiny.main([*arguments, "--device", "cpu"]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith("train_tiny: ")
+        assert all(part in err for part in parts)
+
+
 def test_export_loads_strictly_and_transformers_agrees(run):
     trainer, out = run
     checkpoint = Checkpoint.open(out / "model")

@@ -152,6 +152,10 @@ class Trainer:
         tensors, facts = files.load_state(path)
         settings = Settings(**{**facts["settings"], **changes, "start": None})  # its weights are in the state
         trainer = cls(settings, {name: text.encode() for name, text in facts["texts"].items()}, device)
+        if tensors["flat"].shape != trainer.master.flat.shape:
+            raise files.StateError(f"{path} holds {len(tensors['flat'])} weights of stage {facts['settings']['stage']}, but "
+                                   f"stage {settings.stage} trains {len(trainer.master.flat)}; write them with --export, then "
+                                   "give --start instead of --resume")
         trainer.master.flat.copy_(tensors["flat"])
         trainer.optimiser.first.copy_(tensors["first"])
         trainer.optimiser.second.copy_(tensors["second"])
@@ -340,13 +344,24 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _mistake(args: argparse.Namespace) -> str | None:
+    """What is wrong with the options together."""
+    if args.mean and not args.export:
+        return "--mean trains nothing; give --export, the folder of the checkpoint that it writes"
+    if args.resume and args.start:
+        return "--resume goes on with the weights of its state and --start with those of a checkpoint; give one of them"
+    if not (args.out or args.benchmark or ((args.resume or args.mean) and args.export)):
+        return "give --out to train, --benchmark, or --resume or --mean with --export"
+    return None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line; 2 for a mistake, told in one line."""
     args = _arguments(argv)
     names = ("seed", "tokens", "step_tokens", "rate", "total_minutes", "stage", "start")
     changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if not (args.out or args.benchmark or ((args.resume or args.mean) and args.export)):
-        print("train_tiny: give --out to train, --benchmark, or --resume or --mean with --export", file=sys.stderr)
+    if mistake := _mistake(args):
+        print(f"train_tiny: {mistake}", file=sys.stderr)
         return 2
     source = None
     try:
