@@ -31,10 +31,11 @@ import torch
 
 if not __package__:  # run as a script, which puts this folder on the path instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from fermi_engine import chat
+from fermi_engine import chat, report
 from fermi_engine.config import EngineConfig
 from fermi_engine.convert import convert
 from fermi_engine.engine import Engine
+from fermi_engine.errors import FermiError
 from fermi_engine.pack import Pack
 from fermi_engine.vision.patches import PreparedImage
 from tools import oracle
@@ -231,8 +232,8 @@ def made(model: str, folder: Path) -> Path:
     return convert(source, folder / "pack", format="q8_0")
 
 
-def main() -> int:
-    """The command line."""
+def main(argv: list[str] | None = None) -> int:
+    """The command line; 1 where answers differ, 2 for a mistake, told in one line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", action="append", help=f"{', '.join(MODELS)} (default: all) or a checkpoint's directory")
     parser.add_argument("--backend", choices=("cuda", "emulated"), default="cuda")
@@ -240,16 +241,26 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    args, failed = parser.parse_args(), 0
+    args = parser.parse_args(argv)
+    try:
+        return _judged(args)
+    except (FermiError, OSError) as err:
+        report.note(f"error: {err}")
+        return 2
+
+
+def _judged(args: argparse.Namespace) -> int:
+    """Prints what is found of each model; -> exit status."""
+    failed = 0
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
         for model in args.model or MODELS:
             start = time.perf_counter()
             with tempfile.TemporaryDirectory() as folder:
                 pack = made(model, Path(folder))
                 engine = gpu_engine(pack, args.backend, args.gemm)
-                report = compare(pack, engine, args.prompts, args.steps, apply=pool.map)
-            failed += not report.passed
-            print(f"{model}: {'passed' if report.passed else 'FAILED'}, {time.perf_counter() - start:.0f} s", *report.lines(),
+                found = compare(pack, engine, args.prompts, args.steps, apply=pool.map)
+            failed += not found.passed
+            print(f"{model}: {'passed' if found.passed else 'FAILED'}, {time.perf_counter() - start:.0f} s", *found.lines(),
                   sep="\n  ", flush=True)
     return 1 if failed else 0
 

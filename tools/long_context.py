@@ -26,9 +26,11 @@ import torch
 
 if not __package__:  # run as a script, which puts this folder on the path instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from fermi_engine import report
 from fermi_engine.config import EngineConfig
 from fermi_engine.convert import convert
 from fermi_engine.engine import Engine
+from fermi_engine.errors import FermiError
 from fermi_engine.kernels import dispatch
 from fermi_engine.kernels.cpu import CpuKernels
 from fermi_engine.kernels.sm20_attention import DeviceCache
@@ -240,15 +242,24 @@ def by_depth(found: np.ndarray) -> str:
     return f"{found.mean():.1%} " + " ".join(f"{d:.1f}:{s:.0%}" for d, s in zip(DEPTHS, found.mean(0), strict=True))
 
 
-def main() -> int:
-    """The command line."""
+def main(argv: list[str] | None = None) -> int:
+    """The command line; 1 where a limit is exceeded, 2 for a mistake, told in one line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=("cuda", "emulated", *CPU_BACKENDS), default="cuda")
     parser.add_argument("--tokens", type=int, default=10000)
     parser.add_argument("--contexts", type=int, default=4)
     parser.add_argument("--checkpoint", type=Path, default=ROOT / "golden" / "tiny")
     parser.add_argument("--only", choices=("attention", "needles"))
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    try:
+        return _judged(args)
+    except (FermiError, OSError) as err:
+        report.note(f"error: {err}")
+        return 2
+
+
+def _judged(args: argparse.Namespace) -> int:
+    """Prints what is found; -> exit status."""
     passed = True
     if args.only != "needles":
         found = errors(args.backend, sizes=SMALL if args.backend == "emulated" else FULL)

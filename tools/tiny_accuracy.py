@@ -25,9 +25,11 @@ import torch
 
 if not __package__:  # run as a script, which puts this folder on the path instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from fermi_engine import report
 from fermi_engine.checkpoint import Checkpoint
 from fermi_engine.convert import convert
 from fermi_engine.engine import Engine
+from fermi_engine.errors import FermiError
 from fermi_engine.vision.config import is_vision
 from fermi_engine.vision.patches import PreparedImage
 from reference.decoder import Decoder
@@ -196,6 +198,7 @@ def measure(checkpoint: Path, counts: dict[str, int], processes: int) -> dict[tu
     found: defaultdict[tuple[str, str], dict[int, list[bool]]] = defaultdict(dict)
     with tempfile.TemporaryDirectory() as folder:
         packs = tuple(convert(checkpoint, Path(folder) / f"{format}.pack", format) for format in ("f32", "q4_0"))
+        Encoder.from_directory(checkpoint)  # a process of the pool that cannot would be started again for ever
         with multiprocessing.get_context("spawn").Pool(processes, _start, (checkpoint, packs)) as pool:
             for job, hits in pool.imap_unordered(_work, jobs(counts)):
                 found[job.task, job.runner][job.begin] = hits
@@ -237,7 +240,7 @@ def missed(results: dict[tuple[str, str], list[bool]]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; 1 when a target is missed."""
+    """Command line; 1 when a target is missed, 2 for a mistake, told in one line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, nargs="?", default=ROOT / "golden" / "tiny")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
@@ -247,7 +250,11 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.perf_counter()
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes to come: one for each core
     counts = {task: max(1, round(count * args.scale)) for task, count in COUNTS.items() if task in args.tasks}
-    results = measure(args.checkpoint, counts, args.processes)
+    try:
+        results = measure(args.checkpoint, counts, args.processes)
+    except (FermiError, OSError) as err:
+        report.note(f"error: {err}")
+        return 2
     short = missed(results)
     print("\n".join([*table(results), *short, f"{time.perf_counter() - begin:.0f} s, {args.processes} processes"]))
     return 1 if short else 0

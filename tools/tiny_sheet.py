@@ -10,6 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 if not __package__:  # run as a script, which puts this folder on the path instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from fermi_engine import report
 from tools.tiny_image_tasks import ABOUT, TWO, drawn
 from tools.tiny_tasks import Sample
 
@@ -35,13 +36,17 @@ def sheet(samples: Sequence[Sequence[Sample]]) -> Image.Image:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line."""
+    """Command line; 2 for a mistake, told in one line."""
     if len(argv) != 1:
         print("usage: tiny_sheet.py OUT.png", file=sys.stderr)
         return 2
     rows = [[drawn(task, "held", SEED, i) for i in range(COLUMNS)] for task in ABOUT]
     rows += [[drawn(TWO, "held", SEED, i) for i in (2 * k, 2 * k + 1)] for k in range(2)]
-    sheet(rows).quantize(COLOURS).save(argv[0], optimize=True)
+    try:
+        sheet(rows).quantize(COLOURS).save(argv[0], optimize=True)
+    except (OSError, ValueError) as err:  # ValueError: the name ends like no format of Pillow's
+        report.note(f"error: {argv[0]}: {getattr(err, 'strerror', None) or err}; give a file to write, OUT.png")
+        return 2
     return 0
 
 
