@@ -236,7 +236,8 @@ class Engine:
 
         session: continue this one (its tokens come before `ids`); else `ids` is the whole history, of which nothing is evaluated
         that a snapshot holds. images: those whose tokens are among `ids` (Vision.expand). reasoning_open: the prompt ends inside
-        an open <think>. Raises RequestError for prompts and settings that cannot be served, before any work.
+        an open <think>. A model that sees never writes the token that stands for an image. Raises RequestError for prompts and
+        settings that cannot be served, before any work.
         """
         from fermi_engine import generate
         from fermi_engine.sampling import SamplingParams
@@ -257,7 +258,7 @@ class Engine:
         return generate.stream(
             driven,
             ids,
-            params or SamplingParams(),
+            self._without_images(params or SamplingParams()),
             eos_ids=self.eos_ids,
             context=room,
             tokenizer=self.tokenizer if self.has_tokenizer else None,
@@ -267,6 +268,17 @@ class Engine:
             exp=self.kernels.exp_f32,
             history=timeline.tokens if timeline.position else (),
         )
+
+    def _without_images(self, params: SamplingParams) -> SamplingParams:
+        """With the image token banned: where one stands among ids, an image has to come with it."""
+        config = self.pack.vision
+        if config is None or config.image_token_id >= self.config.vocab_size:
+            return params
+        token = config.image_token_id
+        if params.logit_bias.get(token, 0) > 0:
+            raise RequestError(f"logit_bias asks for token id {token}, which stands for an image and is never written; "
+                               "leave it out")
+        return params.replace(logit_bias={**params.logit_bias, token: float("-inf")})
 
 
 def _open_pack(path: Path, format: str | None, progress: Callable[[int, int, str], None] | None) -> Pack:

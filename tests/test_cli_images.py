@@ -150,13 +150,30 @@ def test_raw_text_after_images_goes_on_in_another_run(files: Path, tmp_path: Pat
     assert "images encoded" not in err
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_an_answer_holds_no_image_token(family: str, temperature: str, files: Path, tmp_path: Path,
+                                        capsys: pytest.CaptureFixture) -> None:
+    """However little the others are worth: with one among the ids, the session would ask for an image that nobody gave."""
+    engine = Engine.load(files / family)
+    token = engine.vision.config.image_token_id
+    bias = [part for i in range(engine.config.vocab_size) if i != token for part in ("--logit-bias", f"{i}=-1000")]
+    plain = ["generate", "--model", files / family, "--temp", temperature, "-n", "4", "--ignore-eos", "--snapshot-dir", tmp_path,
+             "--session", "s", *bias]
+    for args in (["--prompt", "It is", "--no-think", "--image", files / "a.png"], [], ["--prompt", "And"]):
+        status, _, err = run(capsys, *plain, *args)
+        assert status == 0, err
+
+
 def test_mistakes_are_one_line(files: Path, capsys: pytest.CaptureFixture) -> None:
     qwen = ["generate", "--model", files / "qwen", *GREEDY]
+    token = Engine.load(files / "qwen").vision.config.image_token_id
     cases = [
         ([*qwen, "--prompt", "a", "--image", files / "none.png"], ("cannot read", "none.png")),
         ([*qwen, "--prompt", "a", "--image", files / "notes.txt"], ("notes.txt is no image", "PNG")),
         ([*qwen[:-1], "--ids", "1,2", "--image", files / "a.png"], ("--image", "--ids")),
         ([*qwen, "--session", "s", "--image", files / "a.png"], ("--image", "found none")),
+        ([*qwen, "--prompt", "a", "--logit-bias", f"{token}=5"], (f"token id {token}", "stands for an image", "leave it out")),
         (["generate", "--model", files / "text", "--prompt", "a", "--image", files / "a.png"], ("holds no vision tower",)),
     ]
     for args, parts in cases:
