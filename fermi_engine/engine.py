@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from threading import Thread
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fermi_engine import kernels, memory, numa, report
 from fermi_engine.config import EngineConfig, ModelConfig
-from fermi_engine.errors import ConfigError, FermiError, RequestError
+from fermi_engine.errors import ConfigError, FermiError, RequestError, offering
 from fermi_engine.formats import FORMATS
 from fermi_engine.kernels.threads import cpus_to_pin, default_threads
 
@@ -113,10 +113,12 @@ class Engine:
         from fermi_engine.gpu.resident import Resident
         from fermi_engine.kernels.gpu import open_device
 
-        if self._device is None:
-            self._device = open_device(self.options.device)
-        if self._resident is None:
-            self._resident = Resident(self._device, self.pack, self.decoder, self.options.vram, self.options.gemm, self.context)
+        with offering("--decode cpu", "does without the GPU"):
+            if self._device is None:
+                self._device = open_device(self.options.device)
+            if self._resident is None:
+                options = self.options
+                self._resident = Resident(self._device, self.pack, self.decoder, options.vram, options.gemm, self.context)
         return self._resident
 
     @classmethod
@@ -187,12 +189,17 @@ class Engine:
         return Vision(self.pack, self.kernels, self.options.activations, on_gpu)
 
     def _tower_on_gpu(self) -> GpuVision:
-        """The tower on the device that the text model is on, in the same ledger. Raises DeviceError."""
+        """The tower on the device that the text model is on, in the same ledger. Raises DeviceError, whose remedy is the text
+        model's where that cannot be there: nothing is won by encoding images elsewhere then."""
         from fermi_engine.gpu.vision import GpuVision
+        from fermi_engine.vision.encoder import OFFER
 
-        owner: Any = self.resident if self.gpu is None else self.gpu.owner()
+        does_without = self.gpu is not None and self.options.prefill == "auto"
+        with offering(*OFFER) if does_without else nullcontext():
+            owner: Any = self.resident if self.gpu is None else self.gpu.owner()
         evict = owner.spare if self.gpu is None else owner.evict
-        tower = GpuVision(owner.device, self.pack, self.pack.vision, owner.ledger, owner.host, self.options.gemm, evict=evict)
+        with offering(*OFFER):
+            tower = GpuVision(owner.device, self.pack, self.pack.vision, owner.ledger, owner.host, self.options.gemm, evict=evict)
         if self.gpu is None:
             owner.make_room = tower.release
         return tower

@@ -5,6 +5,9 @@ Each message names the thing, what was found (and expected), and the remedy. Any
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class FermiError(Exception):
     """Base of every error with a remedy; its text is one line."""
@@ -56,3 +59,12 @@ class DeviceMemoryError(DeviceError):
 
 class SnapshotError(FermiError):
     """A snapshot or session file that is damaged, of something else, or cannot be written."""
+
+
+@contextmanager
+def offering(option: str, does: str) -> Iterator[None]:
+    """A DeviceError inside goes up with an `option` of the command line and what that does, unless it names it already."""
+    try:
+        yield
+    except DeviceError as err:
+        raise err if option in str(err) else type(err)(f"{err}; {option} {does}") from None

@@ -15,6 +15,7 @@ from fermi_engine.formats import FORMATS, Matrix
 from fermi_engine.gpu.resident import Resident
 from fermi_engine.gpu.stream import HostMemory
 from fermi_engine.gpu.vision import WEIGHTS, GpuVision
+from fermi_engine.kernels import emulated
 from fermi_engine.kernels.emulated import EmulatedDevice
 from fermi_engine.kernels.gpu import Device, open_device
 from fermi_engine.model.decoder import Decoder
@@ -239,6 +240,45 @@ def test_an_engine_without_room_for_the_tower_says_what_to_do(seeing):
     cpu = seeing["moe"]
     engine = Engine(cpu.pack, EngineConfig(prefill="gpu", device="emulated", vram=1 << 12, threads=1))
     with pytest.raises(DeviceMemoryError, match=r"^vision weights take .* --vision cpu$"):
+        engine.vision.encode(cpu.vision.prepare(images(1)[0]))
+
+
+@pytest.mark.parametrize(("name", "way", "remedy"), [
+    ("minicpm", {"decode": "gpu"}, "--decode cpu does without the GPU"),
+    ("moe", {"prefill": "gpu"}, "--prefill cpu does without the GPU"),
+    ("moe", {"prefill": "auto", "vision": "gpu"}, "--vision cpu encodes images on the CPU")])
+def test_without_a_device_the_remedy_is_one_for_the_text_model_too(seeing, monkeypatch, name, way, remedy):
+    """Where that needs the device as well: images on the CPU would only lead to the next error."""
+    cpu = seeing[name]
+    engine = Engine(cpu.pack, EngineConfig(device="emulated", threads=1, **way))
+
+    def absent():
+        raise DeviceError("there is no card")
+
+    monkeypatch.setattr(emulated, "EmulatedDevice", absent)
+    with pytest.raises(DeviceError, match=f"^there is no card; {remedy}$"):
+        engine.vision.encode(cpu.vision.prepare(images(1)[0]))
+
+
+def test_a_text_model_that_does_not_fit_says_so_before_the_tower(seeing):
+    cpu = seeing["minicpm"]
+    engine = Engine(cpu.pack, EngineConfig(decode="gpu", device="emulated", gemm="own", vram=1 << 12, threads=1))
+    with pytest.raises(DeviceMemoryError, match=r"raise --vram, or run with --decode cpu$"):
+        engine.vision.encode(cpu.vision.prepare(images(1)[0]))
+
+
+@pytest.mark.parametrize("place", ["stream", "alloc"])
+def test_a_tower_that_fails_offers_the_cpu(seeing, monkeypatch, place):
+    """When it is made, and when it runs."""
+    cpu = seeing["moe"]
+    engine = Engine(cpu.pack, EngineConfig(prefill="gpu", device="emulated", gemm="own", threads=1))
+    device = engine.gpu.owner().device
+
+    def broken(*args):
+        raise DeviceError("the card is gone")
+
+    monkeypatch.setattr(device, place, broken)
+    with pytest.raises(DeviceError, match=r"^the card is gone; --vision cpu encodes images on the CPU$"):
         engine.vision.encode(cpu.vision.prepare(images(1)[0]))
 
 

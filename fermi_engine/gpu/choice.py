@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
 from fermi_engine.config import EngineConfig
-from fermi_engine.errors import DeviceError
+from fermi_engine.errors import DeviceError, offering
 from fermi_engine.gpu import cost as gpu_cost
 from fermi_engine.gpu.boundaries import Stops
 from fermi_engine.gpu.prefill import HybridPrefill, Progress
@@ -19,7 +20,7 @@ from fermi_engine.report import note as say
 from fermi_engine.state import HybridState
 
 SHORTEST = 32  # tokens: no shorter prompt is worth a decision
-OFFER = "--prefill cpu"
+OFFER = "--prefill cpu", "does without the GPU"
 
 
 class GpuChoice:
@@ -42,21 +43,26 @@ class GpuChoice:
         if self._is_off or len(ids) < (SHORTEST if is_auto else 1 if is_rest else 2):
             return None
         try:
-            prefill = self._opened()
+            prefill = self.owner()
             if is_auto and not self._is_faster(prefill, ids, state.position):
                 return None
             prefill.timing = self.timing
-            return prefill.run(ids, state, progress, stops, inputs)
+            with self._offering():
+                return prefill.run(ids, state, progress, stops, inputs)
         except DeviceError as err:
             if not is_auto:
-                raise err if OFFER in str(err) else type(err)(f"{err}; {OFFER} does without the GPU") from None
+                raise
             self._is_off = True
             self._note(f"warning: {err}; the CPU does all prefill from here on")
             return None
 
     def owner(self) -> HybridPrefill:
-        """The prefill on its device, opened where it is not yet. Raises DeviceError."""
-        return self._opened()
+        """The prefill on its device, opened where it is not yet. Raises DeviceError, which with 'gpu' offers the CPU."""
+        with self._offering():
+            return self._opened()
+
+    def _offering(self) -> AbstractContextManager[None]:
+        return offering(*OFFER) if self._options.prefill == "gpu" else nullcontext()
 
     def _opened(self) -> HybridPrefill:
         options = self._options

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from fermi_engine.errors import DeviceError, RequestError
+from fermi_engine.errors import RequestError, offering
 from fermi_engine.kernels.cpu import CpuKernels
 from fermi_engine.model.decoder import ImageTokens
 from fermi_engine.model.gpu_inputs import Rows, Spliced, some_rows
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fermi_engine.pack import Pack
 
 
-OFFER = "--vision cpu"
+OFFER = "--vision cpu", "encodes images on the CPU"
 
 
 @dataclass
@@ -96,11 +96,10 @@ class Vision:
     def encode(self, image: PreparedImage) -> np.ndarray:
         """Embeddings [tokens, hidden] of all its views in order. Raises DeviceError, one line, where a GPU fails."""
         start = time.perf_counter()
-        try:
-            with self._kernels.held():
-                rows = self.tower.forward(image.patches, image.grids)
-        except DeviceError as err:
-            raise err if OFFER in str(err) else type(err)(f"{err}; {OFFER} encodes images on the CPU") from None
+        with self._kernels.held():
+            tower = self.tower
+            with offering(*OFFER):
+                rows = tower.forward(image.patches, image.grids)
         last = getattr(self.tower, "last", None)
         self.encoded.add(len(image.grids), len(rows), time.perf_counter() - start, last and last.seconds)
         return rows
