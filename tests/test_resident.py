@@ -204,21 +204,6 @@ def test_every_schedule_gives_the_same_bits(dense):
         assert whole(engine, calls, device=EmulatedDevice(seed=seed)) == right, seed
 
 
-class Deaf(EmulatedDevice):
-    """A device on which waits of every stream called `results` are lost."""
-
-    def __init__(self, seed: int, nth: int | None) -> None:
-        super().__init__(seed=seed)
-        self._nth = nth
-
-    def stream(self, name: str) -> EmulatedStream:
-        made = super().stream(name)
-        if name == "results":
-            count, wait = itertools.count(), made.wait
-            made.wait = lambda event: None if next(count) == self._nth else wait(event)
-        return made
-
-
 def test_what_was_restored_is_not_what_the_device_remembers(dense):
     """The same object with another content at the same position, told by `forget`."""
     engine = dense["q8_0"]
