@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fermi_engine.compression.calibration import watch
+from fermi_engine.compression.calibration import opened, watch
 from fermi_engine.compression.moments import COUNTS, Input, inputs, plan
 from fermi_engine.config import EngineConfig
 from fermi_engine.convert import cache_directory
 from fermi_engine.engine import Engine
 from fermi_engine.errors import RequestError
 from fermi_engine.pack_writer import PackWriter
-from fermi_engine.quality.documents import Document, Reader, identity, windows
+from fermi_engine.quality.documents import Document, identity
 from fermi_engine.quality.resume import Resume, digest_of
 from fermi_engine.report import Progress
 
 VERSION = 1  # of what the progress files hold
-WINDOW = 2048  # tokens, where the model's context is not shorter
 MEMORY = 2 << 30  # bytes of moments held at once; what does not fit takes another pass over the text
 KEPT_BYTES = 256 << 20  # of moments that are saved while a pass goes on; above it an interrupt repeats the pass
 
@@ -99,12 +98,7 @@ def calibrate(request: Request, progress: Progress | None = None) -> dict[str, A
     """
     if request.out.exists() and not request.overwrite:
         raise RequestError(f"{request.out} exists; remove it, choose another name or ask for it to be overwritten")
-    engine = Engine.load(request.model, request.format if request.model.is_dir() else None,
-                         config=replace(request.options, snapshot_ram=0), progress=progress)
-    documents = Reader.of(engine).read(request.calibration)
-    window = request.window or min(WINDOW, engine.context)
-    windows(documents, window, ", ".join(map(str, request.calibration)))  # refuses texts that hold nothing
-    documents = [document for document in documents if len(document.ids)]
+    engine, documents, window = opened(request, progress)
     key = digest_of("moments", VERSION, engine.pack_hash, window, request.generate, request.options.activations,
                     *identity(documents))
     about = {"key": key, "pack": engine.pack_hash, "source": engine.pack.source, "window": window,

@@ -7,19 +7,44 @@ reports nothing. So a model's own answer is generated first and then read like a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from fermi_engine.config import EngineConfig
 from fermi_engine.engine import Engine
 from fermi_engine.model.weights import Trace
-from fermi_engine.quality.documents import Document
+from fermi_engine.quality.documents import Document, Reader, windows
 from fermi_engine.quality.resume import Resume
 from fermi_engine.report import Progress
 from fermi_engine.sampling import SamplingParams
 from fermi_engine.state import HybridState
 from fermi_engine.vision.patches import PreparedImage
+
+WINDOW = 2048  # tokens, where the model's context is not shorter
+
+
+class Asked(Protocol):
+    """What requests for a measurement have in common."""
+
+    model: Path
+    calibration: Sequence[Path]
+    window: int | None
+    format: str | None
+    options: EngineConfig
+
+
+def opened(request: Asked, progress: Progress | None) -> tuple[Engine, list[Document], int]:
+    """The model (a checkpoint through a pack of `format`), the texts that hold tokens, and tokens of a window. FermiError for a
+    model or texts that cannot be read, or texts without a token."""
+    engine = Engine.load(request.model, request.format if request.model.is_dir() else None,
+                         config=replace(request.options, snapshot_ram=0), progress=progress)
+    documents = Reader.of(engine).read(request.calibration)
+    window = request.window or min(WINDOW, engine.context)
+    windows(documents, window, ", ".join(map(str, request.calibration)))  # refuses texts that hold nothing
+    return engine, [document for document in documents if len(document.ids)], window
 
 
 class Watcher(Protocol):

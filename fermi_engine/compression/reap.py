@@ -5,27 +5,25 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fermi_engine.checkpoint import PRUNED, Checkpoint
-from fermi_engine.compression.calibration import watch
+from fermi_engine.compression.calibration import opened, watch
 from fermi_engine.compression.prune_checkpoint import check_new_directory, prune_checkpoint
 from fermi_engine.compression.prune_pack import check_keep, check_new_pack, prune_pack
 from fermi_engine.compression.saliency import KIND, Saliency, Scores, keep_best
 from fermi_engine.config import EngineConfig, ModelConfig
 from fermi_engine.convert import cache_directory
-from fermi_engine.engine import Engine
 from fermi_engine.errors import RequestError
 from fermi_engine.pack import Pack
-from fermi_engine.quality.documents import Reader, identity, windows
+from fermi_engine.quality.documents import identity
 from fermi_engine.quality.resume import Resume, digest_of
 from fermi_engine.report import Progress
 
 VERSION = 1  # of what the progress files hold
 SCORES_SUFFIX = ".reap.json"  # after the name of what is written
-WINDOW = 2048  # tokens, where the model's context is not shorter
 
 
 @dataclass
@@ -105,12 +103,7 @@ def _given(path: Path, config: ModelConfig) -> Scores:
 
 
 def _measured(request: Request, config: ModelConfig, progress: Progress | None) -> Scores:
-    engine = Engine.load(request.model, request.format if request.model.is_dir() else None,
-                         config=replace(request.options, snapshot_ram=0), progress=progress)
-    documents = Reader.of(engine).read(request.calibration)
-    window = request.window or min(WINDOW, engine.context)
-    windows(documents, window, ", ".join(map(str, request.calibration)))  # refuses texts that hold nothing
-    documents = [document for document in documents if len(document.ids)]
+    engine, documents, window = opened(request, progress)
     key = digest_of("reap", VERSION, engine.pack_hash, window, request.generate, request.options.activations,
                     request.options.kv_format, *identity(documents))
     about = {"key": key, "pack": engine.pack_hash, "source": engine.pack.source,
