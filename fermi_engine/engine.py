@@ -97,12 +97,6 @@ class Engine:
         return GpuChoice(self.pack, self.decoder, self.options)
 
     @property
-    def gpu_gemm(self) -> str | None:
-        """Whose dense products GPU prefill takes: 'own' gives the same bits on every card, 'vendor' does not. None where the
-        CPU does all prefill. Snapshots carry it."""
-        return None if self.gpu is None and not self.is_resident else self.options.gemm
-
-    @property
     def is_resident(self) -> bool:
         """Whether the GPU does everything."""
         return self.options.decode == "gpu"

@@ -157,9 +157,10 @@ def test_every_failure_is_one_line_and_offers_the_cpu(packs, capsys, monkeypatch
 
 
 def test_the_engine_says_whose_products_it_takes(packs):
-    for options, expected in (({}, None), ({"prefill": "gpu"}, "own"), ({"prefill": "auto", "gemm": "vendor"}, "vendor")):
+    for options, expected in (({"prefill": "gpu"}, "own"), ({"prefill": "auto", "gemm": "vendor"}, "vendor")):
         engine = Engine.load(packs["trained"], config=EngineConfig(threads=1, device="emulated", **options))
-        assert engine.gpu_gemm == expected
+        assert engine.options.gemm == expected
+        assert f" {expected} " in engine.session().path.prefill  # which snapshots carry
     with pytest.raises(ConfigError, match="gemm = 'cublas'; choose 'own' or 'vendor'"):
         EngineConfig(gemm="cublas")
 

@@ -145,27 +145,6 @@ def read(seen: Engine, one: Prompt) -> dict[str, bytes]:
 
 
 @ON_MOST
-def test_embeddings_that_lie_on_the_device_give_the_same_bits(seeing, path, name):
-    """As a tower on the same device leaves them, not at the beginning of its memory."""
-    seen = engine(seeing[name], path)
-    one = prompt(seen, pictures(3))
-    right = read(seen, one)
-    device = seen.resident.device if seen.is_resident else seen.gpu.prefill.device
-    stream, encode = device.stream("tower"), seen.vision.encode
-
-    def encode_there(image: Any) -> DeviceArray:
-        rows = encode(image)
-        buffer = device.alloc(rows.nbytes + 64, "embeddings")
-        there = DeviceArray.within(buffer, rows.shape, rows.dtype, 64)
-        there.upload(device, rows, stream)
-        device.synchronize()
-        return there
-
-    seen.vision.encode = encode_there
-    assert read(seen, one) == right
-
-
-@ON_MOST
 def test_another_images_rows_are_noticed(seeing, path, name):
     """Of images that take the same places."""
     seen = engine(seeing[name], path)

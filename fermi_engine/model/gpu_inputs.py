@@ -10,8 +10,7 @@ import numpy as np
 from fermi_engine.kernels.device_arrays import DeviceArray
 from fermi_engine.kernels.gpu import Device, Stream
 
-Rows = np.ndarray | DeviceArray  # float32 [n, H], in the host's memory or on the device
-Spliced = tuple[int, Rows]  # which token of a run the first row stands for; the others follow it
+Spliced = tuple[int, np.ndarray]  # which token of a run the first row stands for, and rows float32 [n, H]; the others follow it
 
 
 class Inputs(Protocol):
@@ -48,16 +47,7 @@ class TextInputs:
 TEXT = TextInputs()
 
 
-def some_rows(rows: Rows, first: int, count: int) -> Rows:
-    """`count` rows from `first` on, without a copy."""
-    return rows.rows(first, count) if isinstance(rows, DeviceArray) else rows[first : first + count]
-
-
 def splice(device: Device, stream: Stream, x: DeviceArray, runs: Sequence[Spliced]) -> None:
-    """Put embeddings in their places of x [T, H], wherever they lie; `stream` has to have written the rest of x."""
+    """Put embeddings in their places of x [T, H]; `stream` has to have written the rest of x."""
     for first, rows in runs:
-        target = x.rows(first, rows.shape[0])
-        if isinstance(rows, DeviceArray):
-            device.d2d(target.buffer, rows.buffer, rows.nbytes, stream, target.offset, rows.offset, "image rows")
-        else:
-            target.upload(device, np.ascontiguousarray(rows), stream, "image rows")
+        x.rows(first, rows.shape[0]).upload(device, np.ascontiguousarray(rows), stream, "image rows")

@@ -15,7 +15,7 @@ import numpy as np
 from fermi_engine.errors import RequestError, offering
 from fermi_engine.kernels.cpu import CpuKernels
 from fermi_engine.model.decoder import ImageTokens
-from fermi_engine.model.gpu_inputs import Rows, Spliced, some_rows
+from fermi_engine.model.gpu_inputs import Spliced
 from fermi_engine.model.vision_minicpm import MiniCpmVision
 from fermi_engine.model.vision_qwen import QwenVision
 from fermi_engine.snapshots.prefix import ImageSpan
@@ -171,7 +171,7 @@ class PlacedImages:
     def __init__(self, vision: Vision, axes: np.ndarray, images: tuple[Placed, ...], first: int, end: int) -> None:
         self.axes, self.images, self.first, self.end = axes, images, first, end
         self._vision = vision
-        self._rows: dict[int, Rows] = {}
+        self._rows: dict[int, np.ndarray] = {}
 
     def seen(self, before: Seen | None = None) -> Seen:
         """What the sequence has seen after the run, where it has seen `before` until then."""
@@ -211,10 +211,10 @@ class PlacedImages:
                 gaps = np.flatnonzero(np.diff(placed.slots[first:last]) != 1) + 1
                 cuts = [int(first), *(first + gaps).tolist(), int(last)]
                 rows = self._encoded(index)
-                found += [(int(placed.slots[a]) - begin, some_rows(rows, a, b - a)) for a, b in pairwise(cuts)]
+                found += [(int(placed.slots[a]) - begin, rows[a:b]) for a, b in pairwise(cuts)]
         return found
 
-    def _encoded(self, index: int) -> Rows:
+    def _encoded(self, index: int) -> np.ndarray:
         if index not in self._rows:
             self._rows[index] = self._vision.encode(self.images[index].image)
         return self._rows[index]
